@@ -63,7 +63,7 @@ _PROBE_SECONDS_MAX = 0.5
 """After this time the probe begins no further part: it runs within the grace period."""
 
 _HUNG_SECONDS = 5.0
-"""After this time without a written byte a write counts as hung, once its save is abandoned: the process is to end."""
+"""After this time without a written byte a write counts as hung, once its save is cancelled: the process is to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class PreemptionHandler:
                 handle = begin() if refusal is None else None
             except CheckpointError as error:
                 refusal = f"it could not be saved: {error}"
-        # `_await_saves` abandons late saves at the earlier deadline. A rank that is publishing cannot be abandoned; it
+        # `_await_saves` cancels late saves at the earlier deadline. A rank that is publishing cannot be cancelled; it
         # may use the whole grace period.
         self._job.process_deadline = self._deadline + self._grace_seconds - usable_seconds(self._grace_seconds)
         self._await_saves()
@@ -261,15 +261,15 @@ class PreemptionHandler:
         return [save for save in self._unfinished_saves if not save.handle.near.done()]
 
     def _await_saves(self) -> None:
-        """Wait for unfinished saves, and abandon those that do not end in time. Never wait for a write that hangs."""
+        """Wait for unfinished saves, and cancel those that do not end in time. Never wait for a write that hangs."""
         futures = [save.handle.near for save in self._unfinished_saves]
         are_done(futures, self._job.seconds_left(self._deadline), self._job.clock)
         late = [save for save in self._unfinished_saves if not save.handle.near.done()]
         for save in late:
-            save.handle.abandon(
-                UnavailableError(f"the save of step {save.step} was abandoned: the job received a signal to end")
-            )
-        # An abandoned write ends with its next window. Neither this wait nor the exit of the process outlasts one that
+            if (in_flight := save.handle.in_flight) is not None:
+                error = f"the save of step {save.step} was cancelled: the job received a signal to end"
+                in_flight.cancel(UnavailableError(error))
+        # A cancelled write ends with its next window. Neither this wait nor the exit of the process outlasts one that
         # hangs.
         progress = self._job.progress
         progress.stall_seconds_max = _HUNG_SECONDS
@@ -277,7 +277,7 @@ class PreemptionHandler:
             hung = progress.hung
             if hung is not None:
                 for save in late:
-                    error = f"the save of step {save.step} was abandoned: the job received a signal to end while {hung}"
+                    error = f"the save of step {save.step} was cancelled: the job received a signal to end while {hung}"
                     save.handle.stop_waiting(UnavailableError(error))
                 return
 
@@ -333,7 +333,7 @@ class PreemptionHandler:
 def least_write_bytes(parts: RunParts, passed: StepState) -> int:
     """Return a lower bound of the bytes that this rank must write: its share of the tensors that several ranks hold.
 
-    Every rank counts as a holder of plain tensors. Too low an estimate costs little, because a late save is abandoned
+    Every rank counts as a holder of plain tensors. Too low an estimate costs little, because a late save is cancelled
     in time. Too high an estimate would lose a step that could have been saved.
     """
     if passed.misuse is not None or (parts.base is not None and parts.job.settings.deduplicate):

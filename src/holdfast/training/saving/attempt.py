@@ -274,7 +274,7 @@ class SaveAttempt:
     def attach_transfer(self, transfer: Transfer, keys: Iterable[str]) -> None:
         """Record the transfer, which must end with the save, and the keys of its packs.
 
-        From now on the handle can `settle` and `abandon` the transfer.
+        From now on the handle can `settle` and `cancel` the transfer.
         """
         self._transfer = transfer
         self.file_keys += keys
@@ -285,10 +285,12 @@ class SaveAttempt:
         """Wait until the state is no longer read; return the seconds left of the timeout."""
         return timeout if self._transfer is None else self._transfer.settle(timeout)
 
-    def abandon(self, error: CheckpointError) -> None:
-        """End the save on every rank, unless a rank may be publishing: then the save ends by itself."""
-        if self.commit_vote.abort(error).kind is OutcomeKind.ABORTED and self._transfer is not None:
+    def cancel(self, error: CheckpointError) -> bool:
+        """End the save on every rank; return False if a rank may be publishing: then the save ends by itself."""
+        is_aborted = self.commit_vote.abort(error).kind is OutcomeKind.ABORTED
+        if is_aborted and self._transfer is not None:
             self._transfer.give_up(error)
+        return is_aborted
 
     def stop_waiting(self, error: CheckpointError) -> None:
         """End the save and fail its handle, although the commit thread may hang in a write."""

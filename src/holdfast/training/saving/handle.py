@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from holdfast.base.clock import SystemClock
 from holdfast.base.interrupts import UnlockedFuture
 from holdfast.base.types.reports import SaveReport
-from holdfast.errors import CheckpointError, InvalidError, UnavailableError, translated
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError, translated
 from holdfast.training.coordination.job import SaveHistory
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,12 @@ class InFlight(Protocol):
         """Wait, on the thread that saved, until the state is no longer read; return the seconds left of the timeout."""
         ...
 
-    def abandon(self, error: CheckpointError) -> None:
-        """End the save on every rank with an error, unless a rank may be publishing."""
+    def cancel(self, error: CheckpointError) -> bool:
+        """End the save on every rank with an error; return False if a rank may be publishing."""
         ...
 
     def stop_waiting(self, error: CheckpointError) -> None:
-        """End the save as `abandon`, and fail the handle at once: the commit thread may hang for ever."""
+        """End the save as `cancel`, and fail the handle at once: the commit thread may hang for ever."""
         ...
 
 
@@ -65,7 +65,7 @@ class SaveHandle:
         self.was_awaited = False
         """Whether a `wait` has raised the failure."""
         self.in_flight: InFlight | None = None
-        """The unfinished save, to settle or abandon. None before the ranks agreed, and after the end."""
+        """The unfinished save, to settle or cancel. None before the ranks agreed, and after the end."""
         self.attempt = ""
         """Id of the attempt; empty before the ranks agreed."""
         self._saver = threading.get_ident()
@@ -123,11 +123,21 @@ class SaveHandle:
         """The error of a failed save; None during the save and after the commit."""
         return self.near.exception() if self.near.done() else None
 
-    def abandon(self, error: CheckpointError) -> None:
-        """End the save on every rank with an error, unless the save has ended or a rank may be publishing."""
+    def cancel(self, reason: str) -> bool:
+        """End the save on every rank with a `ConflictError`, and leave nothing on storage; any one rank may call it.
+
+        Waits for the job's key-value store only: the handle of each rank fails once its rank has stopped writing and
+        has removed its files. A cancelled save counts as a failed one (`Settings.failed_saves_max`).
+
+        Args:
+            reason: Why, for the error of every rank.
+        Returns:
+            False if the save has ended, or a rank may be publishing: then the save ends by itself.
+        """
         in_flight = self.in_flight
-        if in_flight is not None:
-            in_flight.abandon(error)
+        if in_flight is None:
+            return False
+        return in_flight.cancel(ConflictError(f"{self.name}: cancelled: {reason}. Nothing was committed"))
 
     def stop_waiting(self, error: CheckpointError) -> None:
         """End the save although a write hangs: on every rank, and at once, unless a rank may be publishing."""

@@ -20,7 +20,7 @@ from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import Clock, SystemClock
 from holdfast.base.ports.comm import KeyValueStore
 from holdfast.base.ports.store import Store
-from holdfast.errors import ConflictError, Preempted, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, Preempted, UnavailableError
 from holdfast.policies import BestN, EveryNSteps, KeepPolicy, Policies
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import none_allowed
@@ -31,7 +31,7 @@ from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.exit.signals import Signals
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.preemption import PreemptionHandler
-from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.saving.attempt import SaveAttempt
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.ranks import PATIENT, fresh_store, plain, sharded
 
@@ -109,7 +109,7 @@ class World:
                 try:
                     run.close()
                 except UnavailableError as error:
-                    assert "abandoned" in str(error) or "received a signal to end" in str(error)
+                    assert "received a signal to end" in str(error)
 
         def view(rank: int, key_value_store: KeyValueStore) -> KeyValueStore:
             return self.boards[rank](key_value_store) if rank in self.boards else key_value_store
@@ -214,7 +214,7 @@ def test_a_step_after_the_end_of_the_grace_is_not_blamed_on_storage(
     assert "storage" not in caplog.text and "inf" not in caplog.text
 
 
-def test_a_save_that_takes_longer_than_those_before_it_is_abandoned_in_time() -> None:
+def test_a_save_that_takes_longer_than_those_before_it_is_cancelled_in_time() -> None:
     store, released = fresh_store(), threading.Event()
     armed = threading.Event()
     stalled = Faults(lambda _: armed.is_set() and released.wait(2.9), names=("upload.write",), lasting=True)
@@ -329,23 +329,23 @@ def test_a_rank_that_is_gone_leaves_the_others_with_what_is_committed() -> None:
 
 
 def test_whoever_is_publishing_when_time_is_up_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest is on its way while both ranks abandon their saves, and there before the grace ends."""
-    # Late saves are abandoned 3 s after the signal. A busy machine has half a minute to end what is being published.
+    """The manifest is on its way while both ranks cancel their saves, and there before the grace ends."""
+    # Late saves are cancelled 3 s after the signal. A busy machine has half a minute to end what is being published.
     for module in ("holdfast.training.coordination.exit.exit_agreement", "holdfast.training.runs.preemption"):
         monkeypatch.setattr(f"{module}.usable_seconds", lambda grace_seconds: grace_seconds - 30.0)
-    abandoned, both = threading.Semaphore(0), 2
-    real = SaveHandle.abandon
+    cancelled, both = threading.Semaphore(0), 2
+    real = SaveAttempt.cancel
 
-    def abandon(self: SaveHandle, error: UnavailableError) -> None:
-        abandoned.release()
-        real(self, error)
+    def cancel(self: SaveAttempt, error: CheckpointError) -> bool:
+        cancelled.release()
+        return real(self, error)
 
-    monkeypatch.setattr(SaveHandle, "abandon", abandon)
+    monkeypatch.setattr(SaveAttempt, "cancel", cancel)
     store = fresh_store()
 
     def stall(operation: FaultPoint) -> None:
         if operation.subject.endswith("000002/manifest.json"):
-            assert all(abandoned.acquire(timeout=60.0) for _ in range(both))
+            assert all(cancelled.acquire(timeout=60.0) for _ in range(both))
 
     slow = FaultyStore(store, Faults(stall, names=("put_if_absent",), lasting=True))
     world = World(2, grace_seconds=33.0, store=store, stores={0: slow, 1: slow})
