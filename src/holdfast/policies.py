@@ -97,6 +97,10 @@ class LatestN(_Counted):
 class EveryNth(_Counted):
     """Keep each step that `n` divides; of those that training went back past, the ones of the last three timelines."""
 
+    closest: bool = False
+    """Keep the step nearest to each multiple of `n` instead, and the earlier of two equally near: for steps that are
+    saved by seconds. As 0 is a multiple, the first step stays."""
+
 
 @dataclass(frozen=True, slots=True)
 class BestN(_Counted):

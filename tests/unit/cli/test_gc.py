@@ -45,6 +45,13 @@ def test_rules_add_up_and_a_dry_run_only_tells(root: Path) -> None:
     assert done["removed"] == planned["removed"]
 
 
+def test_the_steps_nearest_to_multiples_stay(root: Path) -> None:
+    status, said = gc(root, "--keep-every", "4:closest", "--grace", "0", "--json")
+    why = ["closest to every 4"]
+    assert status == 0 and json.loads(said)["kept"] == {"1": [*why, "tag first"], "4": why, "6": [*why, "newest"]}
+    assert steps(root) == [1, 4, 6]
+
+
 def test_people_are_told_what_stays_and_why(root: Path) -> None:
     status, said = gc(root, "--keep-last", "2", "--grace", "0")
     assert status == 0 and steps(root) == [1, 5, 6]
@@ -61,6 +68,9 @@ def test_without_a_rule_every_step_stays(root: Path) -> None:
     ("words", "expected"),
     [
         (("--keep-best", "loss"), "expected N:METRIC or N:METRIC:max"),
+        (("--keep-every", "x"), "expected N or N:closest"),
+        (("--keep-every", "4:near"), "expected N or N:closest"),
+        (("--keep-every", "0:closest"), "EveryNth"),
         (("--keep-best", "1:los"), "no step has the metric 'los'"),
         (("--keep-last", "0"), "LatestN"),
     ],

@@ -20,7 +20,8 @@ def gc(
     root: Root,
     keep_last: Annotated[int | None, typer.Option("--keep-last", metavar="N", help="Keep the newest N steps.")] = None,
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", metavar="N", help="Keep steps divisible by N.")
+        str | None,
+        typer.Option("--keep-every", metavar="N[:closest]", help="Keep steps divisible by N, or closest to multiples."),
     ] = None,
     keep_best: Annotated[
         list[str] | None,
@@ -50,13 +51,16 @@ def gc(
 
 
 def _policy(
-    last: int | None, every: int | None, best: list[str], per: Literal["hour", "day"] | None
+    last: int | None, every: str | None, best: list[str], per: Literal["hour", "day"] | None
 ) -> policies.KeepPolicy | None:
     rules: list[policies.KeepPolicy] = []
     if last is not None:
         rules.append(policies.LatestN(last))
     if every is not None:
-        rules.append(policies.EveryNth(every))
+        number, _, closest = every.partition(":")
+        if not number.isdecimal() or closest not in ("", "closest"):
+            raise InvalidError(f"--keep-every {every!r}; expected N or N:closest, as in 1000 or 1000:closest")
+        rules.append(policies.EveryNth(int(number), closest=closest == "closest"))
     rules += map(_best, best)
     if per is not None:
         rules.append(policies.NewestPer(per))

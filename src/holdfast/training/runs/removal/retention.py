@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from holdfast.base.types.removal import StepAndDigest
 from holdfast.base.types.timeline import FIRST_TIMELINE, Timeline
@@ -160,14 +162,25 @@ def _kept_by(
         return dict.fromkeys((facts.name for facts in latest), (f"latest {policy.n}",))
     if isinstance(policy, EveryNth):
         # Not of all timelines: each that went past a number would keep one step more.
-        recent = (facts for timeline in (chain, *former) for facts in timeline)
-        return {facts.name: (f"every {policy.n}",) for facts in recent if facts.step % policy.n == 0}
+        return {name: why for timeline in (chain, *former) for name, why in _every_nth(policy, timeline).items()}
     if isinstance(policy, BestN):
         return _best(policy, steps)
     if isinstance(policy, NewestPer):
         return _newest_per(policy, steps)
     assert isinstance(policy, Tagged), policy
     return {facts.name: tuple(f"tag {tag}" for tag in sorted(facts.tags)) for facts in steps if facts.tags}
+
+
+def _every_nth(policy: EveryNth, steps: Sequence[KeptFacts]) -> Reasons:
+    if not policy.closest:
+        return {facts.name: (f"every {policy.n}",) for facts in steps if facts.step % policy.n == 0}
+    ordered = sorted(steps, key=lambda facts: facts.name)
+    # The last multiple, counted from 0, to which a step is at least as near as the step after it.
+    last = [(facts.step + after.step) // (2 * policy.n) for facts, after in pairwise(ordered)]
+    nearest = [
+        facts for facts, (before, own) in zip(ordered, pairwise([-1, *last, math.inf]), strict=False) if before < own
+    ]
+    return dict.fromkeys((facts.name for facts in nearest), (f"closest to every {policy.n}",))
 
 
 def _best(policy: BestN, steps: Sequence[KeptFacts]) -> Reasons:

@@ -49,7 +49,7 @@ def runs(draw: st.DrawFn) -> list[KeptFacts]:
 
 rules = st.one_of(
     st.builds(LatestN, st.integers(1, 6)),
-    st.builds(EveryNth, st.integers(1, 60)),
+    st.builds(EveryNth, st.integers(1, 60), st.booleans()),
     st.builds(BestN, st.integers(1, 6), st.just("loss"), st.sampled_from(["min", "max"])),
     st.builds(NewestPer, st.sampled_from(["hour", "day"])),
     st.just(Tagged()),
@@ -107,6 +107,42 @@ def test_the_best_are_better_than_those_that_are_not_kept(run: list[KeptFacts], 
         for chosen in best:
             better, worse = finite[chosen], finite[step]
             assert (better < worse if mode == "min" else better > worse) or (better == worse and chosen > step)
+
+
+@given(run=runs(), n=st.integers(1, 150))
+def test_for_each_multiple_the_nearest_step_is_kept(run: list[KeptFacts], n: int) -> None:
+    why = f"closest to every {n}"
+    found = {step for step, reasons in kept(EveryNth(n, closest=True), run).items() if why in reasons}
+    steps = [each.step for each in run]
+    multiples = range(0, max(steps) + 2 * n, n)
+    assert found == {min(steps, key=lambda step: (abs(step - multiple), step)) for multiple in multiples}
+    assert found >= {step for step, reasons in kept(EveryNth(n), run).items() if f"every {n}" in reasons}
+
+
+@given(run=runs(), n=st.integers(1, 150))
+def test_steps_that_go_as_others_come_are_never_the_nearest(run: list[KeptFacts], n: int) -> None:
+    policy, left = EveryNth(n, closest=True), list[KeptFacts]()
+    for facts in sorted(run, key=lambda facts: facts.step):
+        left.append(replace(facts, healthy=None))
+        found = kept(policy, left)
+        left = [each for each in left if each.step in found]
+    assert [each.step for each in left] == list(kept(policy, [replace(each, healthy=None) for each in run]))
+
+
+def test_of_two_equally_near_steps_the_earlier_stays_and_training_that_went_back_counts_anew() -> None:
+    assert list(kept(EveryNth(100, closest=True), [KeptFacts(step) for step in (3, 60, 90, 110, 140, 171)])) == [
+        3,
+        90,
+        171,
+    ]
+    second = FIRST_TIMELINE.fork(2, "a" * 16, 200, "d" * 32)
+    run = [*(KeptFacts(step) for step in (104, 200, 297)), *(KeptFacts(step, timeline=second) for step in (260, 310))]
+    assert kept(EveryNth(100, closest=True), run) == {
+        104: ("closest to every 100",),
+        200: ("closest to every 100",),
+        297: ("closest to every 100", NEWEST_OF_FORMER),
+        310: ("closest to every 100", NEWEST),
+    }
 
 
 @given(run=runs(), policy=policies, days=st.integers(-2, 2))
