@@ -16,12 +16,13 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.clock import SystemClock
 from holdfast.core.format.names import step_folder, step_of_pack
-from holdfast.policies import EveryNSteps, Policies
+from holdfast.policies import EveryNSteps, LatestN, Policies
 from holdfast.testing.calls import RecordingStore, StoreCall, rounds, table
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
+from holdfast.training.runs.tiers.near import NearPlace
 from tests.unit.ranks import PATIENT, fresh_store, plain
 
 LONG_LEASES = replace(PATIENT, lease_seconds=3600.0)
@@ -238,3 +239,32 @@ def test_a_call_that_saves_nothing_asks_nothing(store: RecordingStore) -> None:
         counted.note("maybe_save")
 
     assert played(store, loop)["maybe_save"] == 0
+
+
+DRAINING = {"holdfast-drain", "holdfast-store", "holdfast-copy", "holdfast-collect"}
+"""Threads of a drain and of the collection after it: they may end during the next step."""
+
+
+def test_a_save_near_never_asks_the_root() -> None:
+    near, root = RecordingStore(fresh_store()), RecordingStore(fresh_store())
+
+    def work(comm: ThreadComm) -> dict[int, list[StoreCall]]:
+        job = Job(comm, SystemClock(), LONG_LEASES, NumpyFramework(comm.rank))
+        place = NearPlace(near, EveryNSteps(1), keep_last=20)
+        policies = Policies(save=EveryNSteps(4), keep=LatestN(20))
+        run = CheckpointManager.over(root, job, policies=policies, near=place)
+        asked = {}
+        for step in range(1, 11):
+            handle = run.maybe_save(step, state(float(step), frozen=True))
+            assert handle is not None
+            handle.wait(timeout=25.0)
+            asked[step] = [call for call in root.take() if call.thread not in DRAINING]
+            print(f"\n== step {step}\n{table(asked[step])}")
+        run.close()
+        return asked
+
+    (asked,) = outcomes_of_ranks(1, work, group=ThreadGroup(1))
+    assert isinstance(asked, dict), asked
+    # The first one begins the run, whose epochs the root decides.
+    assert len(asked.pop(1)) == 22
+    assert not any(asked.values())
