@@ -46,7 +46,7 @@ from holdfast.training.coordination.commit_vote import CommitVote, Vote
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_context import SaveContext
 from holdfast.training.saving.commit import commit, delete_leftovers_in_time, outcome_on_storage
-from holdfast.training.saving.handle import Moment, SaveHandle, collect_error, typed
+from holdfast.training.saving.handle import SaveHandle, collect_error, typed
 from holdfast.training.saving.target import SaveTarget, claim_in_time
 from holdfast.training.saving.transfer import Transfer
 from holdfast.training.telemetry.dispatcher import EventDispatcher
@@ -109,8 +109,7 @@ class SaveAttempt:
         dispatcher = dispatcher or EventDispatcher((), job.clock)
         place = location.step, location.url
         self.trace = OperationTrace("save", *place, job.comm, job.clock, dispatcher, location.store)
-        last: Moment = "near" if target.near_only else "committed"
-        self.handle = SaveHandle(self.name, awaited=awaited, history=job.history, last=last)
+        self.handle = SaveHandle(self.name, awaited=awaited, history=job.history, near_only=target.near_only)
         self.handle.near.add_done_callback(self.trace.fail_with)
         if target.on_end is not None:
             on_end = target.on_end

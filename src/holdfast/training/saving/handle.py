@@ -46,7 +46,7 @@ class SaveHandle:
     """
 
     def __init__(
-        self, name: str, *, awaited: bool = False, history: SaveHistory | None = None, last: Moment = "committed"
+        self, name: str, *, awaited: bool = False, history: SaveHistory | None = None, near_only: bool = False
     ) -> None:
         """Start with no moment reached.
 
@@ -54,9 +54,9 @@ class SaveHandle:
             name: Name of the save, for messages.
             awaited: Whether the caller waits for the commit in any case, so that a failure need not be logged.
             history: Counts the failures in a row; None: a history of this save alone.
-            last: The last moment that the save reaches: `near` if the step stays in the near tier.
+            near_only: Whether the step stays in the near tier: then the last moment is `near`.
         """
-        self._last = last
+        self._last: Moment = "near" if near_only else "committed"
         self.name = name
         """Name of the save, for messages."""
         self._history = history or SaveHistory(SystemClock())
