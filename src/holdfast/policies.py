@@ -220,6 +220,10 @@ class Tier:
     keep_last: int | None = None
     """Newest steps that stay near, beside those that wait for the drain; None for 2, and 1 in memory (tmpfs)."""
 
+    bytes_max: int | None = None
+    """Most bytes of all files there; None for what the file system holds. Without room, a step that is due at the root
+    is saved straight there, and a step for the near tier alone fails in its handle."""
+
     def __post_init__(self) -> None:
         text = self.path.__fspath__() if hasattr(self.path, "__fspath__") else self.path
         if not isinstance(text, str) or not text or "://" in text:
@@ -232,6 +236,8 @@ class Tier:
                 raise InvalidError(f"Tier(every={str(self.every)[:80]!r}): expected every=10, or a policy when to save")
         if self.keep_last is not None:
             LatestN(self.keep_last)
+        if self.bytes_max is not None and (not is_whole(self.bytes_max) or self.bytes_max < 1):
+            raise InvalidError(f"Tier(bytes_max={self.bytes_max!r}): expected a positive number of bytes, or None")
 
 
 SAVE_RULES = (EveryNSteps, EverySeconds, AtSteps, OnRequest)

@@ -404,22 +404,27 @@ class CheckpointManager(StoredSteps):
         self._due.note_saved(step, near_only=passed.near_only)
         parts = self._saving_parts
         request = StepRequest(parts, parts.location_of(step), passed)
+        requests = [(parts, request)]
+        if self._near is not None and not passed.near_only:
+            requests.append((self._parts, request.or_in_root(self._parts)))
         target, collect = request.target, request.collect
         if self._redo_log is not None:
             target, collect = self._redo_log.as_base(step, target, passed.state, passed.selection, collect)
         try:
             handle = begin_save(self._job, target, collect, self._dispatcher)
         except BaseException:
-            parts.pins.unpin(request.pin, is_committed=False)
+            for parts, each in requests:
+                parts.pins.unpin(each.pin, is_committed=False)
             raise
-        ended = partial(note_failed, parts.run_facts, parts.pins, parts.collecting, request.pin, handle)
-        handle.near.add_done_callback(ended)
+        for parts, each in requests:
+            ended = partial(note_failed, parts.run_facts, parts.pins, parts.collecting, each.pin, handle)
+            handle.near.add_done_callback(ended)
         if self._redo_log is not None:
             self._redo_log.note_begun(step, handle.committed)
         self._position.lineage = request.lineage
         self._saves.add(handle)
-        if self._near is not None and not passed.near_only:
-            self._near.drain.watch(handle)
+        if self._near is not None:
+            self._near.watch(handle, is_due=not passed.near_only)
         if self._preemption is not None:
             self._preemption.note_save(step, handle)
         return handle

@@ -55,7 +55,7 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
     is_memory = is_in_memory(path)
     keep_last = tier.keep_last if tier.keep_last is not None else 1 if is_memory else 2
     assert not isinstance(tier.every, int), "the tier has made a policy of a number"
-    return NearPlace(wiring.local_at(path, settings), tier.every, keep_last, is_memory)
+    return NearPlace(wiring.local_at(path, settings), tier.every, keep_last, tier.bytes_max, is_memory)
 
 
 def is_in_memory(path: str) -> bool:

@@ -45,6 +45,7 @@ from holdfast.stored.repository.catalog import step_folders, touch_root
 from holdfast.stored.repository.interrupted_removal import finish_removals
 from holdfast.stored.repository.timeline_records import adopt_records
 from holdfast.stored.repository.timelines import moved_steps
+from holdfast.stored.repository.two_roots import TwoRoots
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,8 @@ class WriterLease:
             while heartbeat is None:
                 with suppress(_DroppedFirstError):
                     return self._take(run_id)
-        epochs.require_newest(self._store, heartbeat.epoch)
+        # The root decides who writes: a near tier that is away must not stop saves into the root.
+        epochs.require_newest(self._store.root if isinstance(self._store, TwoRoots) else self._store, heartbeat.epoch)
         return heartbeat.epoch
 
     def require(self, store: Store) -> None:

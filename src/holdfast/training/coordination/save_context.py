@@ -55,6 +55,9 @@ class SaveContext:
     near_only: bool = False
     """Whether the step is for the near tier alone."""
 
+    goes_to_root: bool = False
+    """Whether the near tier has no room: the save goes on with the target in the root."""
+
     loaded: Base | None = None
     """The committed step that every rank holds as it was loaded: nothing is written."""
 

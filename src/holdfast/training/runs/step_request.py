@@ -13,7 +13,7 @@ from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.types.manifest import Manifest, Parent
 from holdfast.core.engine.background import is_done_soon, side_by_side
 from holdfast.core.format.names import manifest_keys, step_of_pack
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, first_three
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, UnavailableError, first_three
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.publishing.making_room import require_not_moved
 from holdfast.stored.repository.catalog import manifest_digest, read_run_id
@@ -104,12 +104,23 @@ class StepRequest:
         self._metrics: dict[str, float] = {}
         self._tags: dict[str, bool] = {}
         """Tags of the step, and for each tag whether the tag moves."""
+        self._in_root: StepRequest | None = None
+
+    def or_in_root(self, parts: RunParts) -> StepRequest:
+        """Have the save go into the root if the near tier has no room; return the request for the root."""
+        self._in_root = StepRequest(parts, parts.location_of(self._step), self._passed)
+        self._in_root.lineage = self.lineage
+        self.target = replace(self.target, in_root=self._in_root.target)
+        return self._in_root
 
     def collect(self) -> Collected:
         """Check metrics and tags, and take the state apart. An error here on one rank refuses the save on all."""
         self._metrics = checked_metrics(self._passed.metrics)
         self._tags = checked_tags(self._passed.tags, self._passed.move_tags)
         passed = self._passed
+        if self._in_root is not None:
+            self._in_root._metrics, self._in_root._tags = self._metrics, self._tags
+            self._in_root._passed = replace(passed, state={})
         # The handle of a save that fails in the background may be kept for long. The handle must not keep the state
         # alive.
         self._passed = replace(passed, state={})
@@ -137,6 +148,8 @@ class StepRequest:
         parts = self._parts
         if is_held:
             return self._held()
+        if parts.why_no_room is not None and (why := parts.why_no_room()):
+            return self._claim_in_root(why)
         if not self._passed.is_last:
             parts.metrics.require_in(self._metrics)
         known = parts.run_facts.known(parts.writer_lease, parts.position.loads)
@@ -144,6 +157,21 @@ class StepRequest:
         if context is None:
             context = self._claim_unknown()
         return replace(context, metrics=self._metrics, near_only=self._passed.near_only)
+
+    def _claim_in_root(self, why: str) -> SaveContext | None:
+        """Claim the step in the root, since the near tier has no room.
+
+        Raises:
+            UnavailableError: The step is for the near tier alone.
+        """
+        if self._in_root is None:
+            raise UnavailableError(
+                f"step {self._step} is for the near tier alone, and {why}. Nothing was saved. Free space there, lower "
+                "keep_last of the tier, or save more often in the root"
+            )
+        logger.warning("step %d is saved straight into the root: %s", self._step, why)
+        context = self._in_root.claim(False)
+        return None if context is None else replace(context, goes_to_root=True)
 
     def _claim_known(self, known: KnownRun) -> SaveContext | None:
         """Return the context of a step in a known run, after one look at storage; None if one look is not enough."""

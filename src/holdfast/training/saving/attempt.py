@@ -106,9 +106,8 @@ class SaveAttempt:
         self.location = location.for_operation(self.name, job.comm.rank, job.comm.world_size)
         """Where the checkpoint goes. The retries of the save share one deadline."""
         self.awaited = awaited
-        dispatcher = dispatcher or EventDispatcher((), job.clock)
-        place = location.step, location.url
-        self.trace = OperationTrace("save", *place, job.comm, job.clock, dispatcher, location.store)
+        events, place = dispatcher or EventDispatcher((), job.clock), (location.step, location.url)
+        self.trace = OperationTrace("save", *place, job.comm, job.clock, events, location.store)
         self.handle = SaveHandle(self.name, awaited=awaited, history=job.history, near_only=target.near_only)
         self.handle.near.add_done_callback(self.trace.fail_with)
         if target.on_end is not None:
@@ -216,6 +215,9 @@ class SaveAttempt:
             future.add_done_callback(self._abort_late)
             raise
         agreement = future.result()
+        if agreement.context.goes_to_root and (in_root := self.target.in_root) is not None:
+            self.target, comm = in_root, self.job.comm
+            self.location = in_root.location.for_operation(self.name, comm.rank, comm.world_size)
         self.record_agreement(agreement)
         return agreement
 
@@ -493,8 +495,4 @@ class SaveAttempt:
         try:
             self.location.store.delete(self.file_keys)
         except CheckpointError as error:
-            logger.warning(
-                "%s: files of the failed attempt stay for now, the next save of the step removes them: %s",
-                self.name,
-                error,
-            )
+            logger.warning("%s: files of the failed attempt stay, the next save removes them: %s", self.name, error)

@@ -67,6 +67,7 @@ def save(attempt: SaveAttempt, collect: Collect) -> SaveHandle:
             statement = fingerprint.statement(attempt.step, overwrites=target.overwrites)
         with trace.phase("agree"):
             agreement = attempt.agree(statement, fingerprint)
+            target = attempt.target  # Of a save without room near, the target is now in the root.
         if agreement.context.loaded is not None:
             attempt.handle.reach_staged()
             attempt.finish_in_background(lambda: attempt.end_unwritten(_unwritten_report(attempt)))

@@ -102,6 +102,9 @@ class SaveTarget:
     near_only: bool = False
     """Whether the step stays in the near tier, so that the root never has it by itself."""
 
+    in_root: SaveTarget | None = None
+    """Of a target in the near tier: where the save goes if the near tier has no room."""
+
     on_end: Callable[[], None] | None = None
     """Called on every rank once the save has ended there, in success or failure. Keeps neither state nor job."""
 

@@ -111,8 +111,11 @@ class Drain:
 
     def watch(self, handle: SaveHandle) -> None:
         """End a handle once the root has its step, or does not get the step."""
+        attempt = handle.attempt
         with GUARD:
-            self._handles[handle.attempt] = handle
+            self._handles[attempt] = handle
+        # Also of a save that failed, or went straight into the root.
+        handle.committed.add_done_callback(lambda _: self._handles.pop(attempt, None))
         if handle.attempt in self._ends:
             self._end_handle(handle.attempt, self._ends[handle.attempt])
 
@@ -167,7 +170,7 @@ class Drain:
     def _adopt_earlier(self) -> None:
         """Find the due steps that an earlier job left near. Whether the root has them, the thread looks."""
         for stored in run_timelines(self._run.near).chain:
-            manifest = None if stored.digest is None else self._manifest((stored.step, stored.digest))
+            manifest = None if stored.digest is None else self.manifest_of((stored.step, stored.digest))
             if manifest is not None and not manifest.near_only:
                 self._add((stored.step, manifest.digest))
 
@@ -240,7 +243,7 @@ class Drain:
         manifests: dict[StepAndDigest, Manifest] = {}
         tags = read_tags(self._run)
         for name in sorted(self._due):
-            manifest = self._manifest(name)
+            manifest = self.manifest_of(name)
             if name in self._at_root:
                 self._end(name, None)
             elif manifest is None:
@@ -258,7 +261,7 @@ class Drain:
     def _copy_shares(self) -> None:
         """Copy the shares of this rank, and end the steps of which rank 0 tells the end. Not on rank 0."""
         for name, due in list(self._due.items()):
-            manifest = self._manifest(name)
+            manifest = self.manifest_of(name)
             told = None if manifest is None else self._told_of(manifest.attempt)
             if manifest is None or told is not None:
                 self._end(name, undrained(name[0], told or "the near tier has lost the step") if told != "" else None)
@@ -292,7 +295,7 @@ class Drain:
             else:
                 clock.sleep(_POLL_SECONDS)
 
-    def _manifest(self, name: StepAndDigest) -> Manifest | None:
+    def manifest_of(self, name: StepAndDigest) -> Manifest | None:
         """Return the manifest of a step that is near; None if it is not there any more."""
         near = self._run.near
         for key in manifest_keys(*name):
@@ -309,7 +312,7 @@ class Drain:
         due = self._due.pop(name, None)
         for pins, pin in () if due is None else due.pins:
             pins.unpin(pin, is_committed=True)
-        manifest = self._manifest(name)
+        manifest = self.manifest_of(name)
         if manifest is None:
             return
         attempt = manifest.attempt

@@ -16,6 +16,8 @@ from holdfast.training.coordination.job import Job, error_text, raise_together
 from holdfast.training.loading.statuses import gather_errors
 from holdfast.training.runs.run_parts import RunParts, RunState
 from holdfast.training.runs.tiers.drain import Drain
+from holdfast.training.runs.tiers.room import NearRoom
+from holdfast.training.saving.handle import SaveHandle
 
 _PROBE = "near-probe.json"
 
@@ -32,6 +34,9 @@ class NearPlace:
 
     keep_last: int
     """Newest steps that stay."""
+
+    bytes_max: int | None = None
+    """Most bytes of all files; None for what the file system holds."""
 
     is_memory: bool = False
     """Whether the folder is in memory, so that the end of the job empties it."""
@@ -60,7 +65,21 @@ class NearTier:
         """The parts of saves into the near tier."""
         self.drain = Drain(job, run, self.parts, root, keep)
         """Copies due steps to the root."""
-        self.parts.on_commit = self.drain.note_commit
+        self.room = NearRoom(place.store, place.bytes_max)
+        """Whether the next step has a place near."""
+        self.parts.on_commit = self._note_commit
+        self.parts.why_no_room = self.room.why_not
+
+    def watch(self, handle: SaveHandle, *, is_due: bool) -> None:
+        """Learn from the end of a save whether the near tier takes steps, and end its handle after the drain."""
+        handle.near.add_done_callback(self.room.note_end)
+        if is_due:
+            self.drain.watch(handle)
+
+    def _note_commit(self, step: int, digest: str, is_due: bool) -> None:
+        if self._job.comm.rank == 0 and (manifest := self.drain.manifest_of((step, digest))) is not None:
+            self.room.note_saved(manifest)
+        self.drain.note_commit(step, digest, is_due)
 
     def close(self, may_wait: Callable[[], bool]) -> None:
         """Drain the newest step, empty a near tier in memory, and end the run in both places.

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.backends.stores.local import LocalStore
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.policies import AnyOf, EveryNth, LatestN, Tagged
 from holdfast.settings import Settings
 from tests.support.tuning import tuned
@@ -239,6 +240,63 @@ def test_steps_that_a_killed_job_left_are_drained_by_the_next(place: Place, monk
         assert loaded(manager) == 20
         train(manager, 30)
     assert steps_in(place.root) == [10, 20, 30]
+
+
+# ---------------------------------------------------------------------------------------------------- room
+
+
+def test_without_room_a_due_step_goes_straight_to_the_root_and_a_near_one_fails(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 10)
+        monkeypatch.setattr(LocalStore, "free_bytes", lambda store: 5000 if store.url == str(place.near) else 1 << 40)
+        near_only = manager.maybe_save(15, state_of(15)) or manager.save(15, state_of(15), near_only=True)
+        with pytest.raises(
+            UnavailableError, match=r"step 15 is for the near tier alone.*4\.9 KiB free.*holds steps \[10\]"
+        ):
+            near_only.wait()
+        due = manager.save(20, state_of(20), metrics={"loss": 0.5}, tags={"straight"})
+        report = due.wait("committed")
+        assert report is not None and report.tier == "root" and report.url.startswith(str(place.root))
+        assert "step 20 is saved straight into the root" in caplog.text
+        assert steps_in(place.near) == [10] and steps_in(place.root) == [20]
+        monkeypatch.undo()
+        train(manager, 30)
+        assert steps_in(place.near) == [10, 30]
+        assert loaded(manager, best="loss") == 20 == loaded(manager, step="straight")
+        assert loaded(manager) == 30
+
+
+def test_a_near_tier_that_fails_hands_due_steps_to_the_root_until_it_works_again(place: Place) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 10)
+        folder = place.near / f"step-{20:012d}"
+        folder.write_text("no folder")  # As a disk that fails: nothing can be written there.
+        with pytest.raises(CheckpointError):
+            train(manager, 20)
+        folder.unlink()
+        train(manager, 30, 40)
+        assert steps_in(place.near)[-2:] == [30, 40] and 40 in steps_in(place.root)
+
+
+def test_a_budget_in_bytes_counts_what_the_folder_holds(place: Place) -> None:
+    with pytest.raises(InvalidError, match="a positive number of bytes"):
+        holdfast.Tier(place.near, every=10, bytes_max=0)
+    tier = holdfast.Tier(place.near, every=10, bytes_max=40_000)
+    options = {"every": 20, "preemption": False, "settings": SETTINGS, "process_group": False}
+    with holdfast.CheckpointManager(place.root, near=tier, **options) as manager:  # type: ignore[arg-type]
+        loaded(manager)
+        for step in (10, 20):
+            handle = manager.maybe_save(step, state_of(step))
+            assert handle is not None
+            handle.wait()
+        with pytest.raises(UnavailableError, match=r"of Tier\(bytes_max=40,000\)"):
+            manager.save(25, state_of(25), near_only=True).wait()
+        report = manager.save(40, state_of(40)).wait()
+        assert report is not None and report.tier == "root"
 
 
 # ------------------------------------------------------------------------------------------------- damage
