@@ -53,8 +53,8 @@ def seeds() -> list[bytes]:
         UnitColumn(((1, "bits"),), (2, 3), (1,), 1056, 1e-4, 3072, 3072, False),
     )
     units = ("layers.0", "layers.1")
-    plain = UnitProfile("trace", units, ops, 1e-4, 2e-4, 1024, 512, 4096)
-    fixed = UnitProfile("other", ("norm",), ops[:1], 1e-4, 2e-4, 1024, 0, 4096, False, "a hook")
+    plain = UnitProfile("trace", units, ops, 512, 4096)
+    fixed = UnitProfile("other", ("norm",), ops[:1], 0, 4096, "a hook")
     order = (("layers.0", 0), ("norm", 1), ("layers.1", 0))
     profile = ModelProfile((plain, fixed), order, (2048, 1024, 1024), 512, 20480, 0.01)
     kept = UnitColumn(((0, "keep"),), (), (), 1024, 0.0, 1024, 1024, False)

@@ -184,9 +184,7 @@ def _column_problems(unit: UnitProfile, column: UnitColumn) -> Iterator[str]:
 def _number_problems(plan: SolvedPlan, profile: ModelProfile) -> Iterator[str]:
     sizes = [*profile.gradient_bytes, profile.outside_bytes, profile.keep_all_peak_bytes, profile.loss_workspace_bytes]
     for unit in profile.classes:
-        sizes += [unit.output_bytes, unit.cast_bytes, unit.recompute_workspace_bytes]
-        if not _are_times(unit.forward_seconds, unit.backward_seconds):
-            yield "the seconds of a class are out of range"
+        sizes += [unit.cast_bytes, unit.recompute_workspace_bytes]
     sizes += [plan.budget_bytes, plan.predicted_peak_bytes, plan.measured_peak_bytes]
     slowdowns = [
         plan.predicted_slowdown,

@@ -162,7 +162,6 @@ def first_column(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda plan: plan["profile"].update(outside_bytes=-1), "number of bytes"),
         (lambda plan: plan["profile"].update(outside_bytes=1 << 62), "number of bytes"),
         (lambda plan: plan["profile"]["classes"][0]["ops"].pop(0), "begin with the input"),
-        (lambda plan: plan["profile"]["classes"][0].update(forward_seconds=-1.0), "seconds of a class"),
         (lambda plan: first_op(plan).update(number=5), "has number 5"),
         (lambda plan: first_op(plan).update(reads=[10**9]), "expected earlier ops"),
         (lambda plan: first_op(plan).update(reads=[-1]), "expected earlier ops"),

@@ -69,22 +69,19 @@ class UnitProfile:
     """FQNs of the units, in forward order."""
     ops: tuple[UnitOp, ...]
     """The trace; the index of an op is the op's number."""
-    forward_seconds: float
-    """Time of one forward of a unit."""
-    backward_seconds: float
-    """Time of one backward of a unit."""
-    output_bytes: int
-    """Bytes of the unit's output."""
     cast_bytes: int
     """Bytes of parameters in another dtype, which autograd saves unless the unit replays."""
     recompute_workspace_bytes: int
     """Peak bytes of a backward that recomputes the whole unit, above the stored bytes."""
-    is_replayable: bool = True
-    """Whether ops of the unit may run again in backward."""
     why_not: str = ""
-    """Why ops may not run again; empty if they may."""
+    """Why ops may not run again in backward; empty if they may."""
     casts_stay: bool = False
     """Whether autocast keeps the casts until the forward of the model ends, also where the unit replays."""
+
+    @property
+    def is_replayable(self) -> bool:
+        """Return whether ops of the unit may run again in backward."""
+        return not self.why_not
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,8 +83,6 @@ def _worst_unit(one: UnitProfile, two: UnitProfile) -> UnitProfile:
     return replace(
         one,
         ops=tuple(map(_worst_op, one.ops, two.ops)),
-        forward_seconds=max(one.forward_seconds, two.forward_seconds),
-        backward_seconds=max(one.backward_seconds, two.backward_seconds),
         recompute_workspace_bytes=max(one.recompute_workspace_bytes, two.recompute_workspace_bytes),
     )
 

@@ -21,11 +21,11 @@ from holdfast.activations.runtime.column_program import ColumnProgram
 from holdfast.activations.runtime.dense import PackedTensor
 from holdfast.activations.runtime.frame import CallFrame, call_storing
 from holdfast.activations.runtime.packings import pack
+from holdfast.activations.runtime.peak import copied
 from holdfast.activations.runtime.replay import call_with_replay
 from holdfast.activations.runtime.signature import Signature, signature_of
 from holdfast.activations.runtime.trace import trace_call
 from holdfast.activations.runtime.traced import UnitTrace
-from holdfast.activations.runtime.unit_costs import copied
 from holdfast.activations.runtime.unit_names import inside_ddp
 from holdfast.errors import InvalidError, first_three
 

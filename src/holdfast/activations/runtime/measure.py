@@ -1,12 +1,15 @@
-"""Seconds of calls on a device."""
+"""Seconds of calls on a device, and of each unit in a real step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from holdfast.activations.runtime.arguments import tensors_of
 from holdfast.base.clock import Clock, SystemClock
 
 
@@ -40,3 +43,59 @@ def least_seconds(
 ) -> float:
     """Return the shortest of several measurements: whatever else runs on the machine only adds time."""
     return min(timed(call, device, clock)[1] for _ in range(rounds))
+
+
+@contextmanager
+def timed_units(units: Mapping[str, nn.Module], device: torch.device) -> Iterator[dict[str, float]]:
+    """Yield the seconds of each unit so far.
+
+    The backward of a unit lasts from the gradient of the output to the first gradient of an input. Without a gradient
+    of an input the backward of the unit is taken to end with the block.
+
+    Args:
+        units: The units by FQN.
+        device: Device of the units.
+    """
+    timer = _UnitTimer(dict.fromkeys(units, 0.0), device)
+    with ExitStack() as stack:
+        for name, unit in units.items():
+            timer.watch(name, unit, stack)
+        yield timer.spent
+    for name in [*timer.begun]:
+        timer.end(name)
+
+
+class _UnitTimer:
+    def __init__(self, spent: dict[str, float], device: torch.device) -> None:
+        self.spent, self._device = spent, device
+        self.begun: dict[str, float] = {}
+        """When the part of a unit began that runs now."""
+
+    def watch(self, name: str, unit: nn.Module, stack: ExitStack) -> None:
+        """Time a unit until the stack ends."""
+
+        def hook(value: Any, then: Callable[[str], None]) -> None:
+            for each in tensors_of(value):
+                if each.requires_grad:
+                    handle = each.register_hook(lambda _: then(name))  # type: ignore[no-untyped-call]
+                    stack.callback(handle.remove)
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            hook((args, kwargs), self.end)
+            self.begin(name)
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.end(name)
+            hook(output, self.begin)
+
+        stack.enter_context(unit.register_forward_pre_hook(before, with_kwargs=True))
+        stack.enter_context(unit.register_forward_hook(after, with_kwargs=True))
+
+    def begin(self, name: str) -> None:
+        """Begin a forward or a backward."""
+        self.begun[name] = seconds_of(self._device)
+
+    def end(self, name: str) -> None:
+        """End a forward or a backward, if one has begun."""
+        if name in self.begun:
+            self.spent[name] += seconds_of(self._device) - self.begun.pop(name)

@@ -22,10 +22,9 @@ from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
 from holdfast.activations.runtime.attach import PlannedUnit, attach, trace_units
 from holdfast.activations.runtime.dense import same_bits
-from holdfast.activations.runtime.measure import timed
+from holdfast.activations.runtime.measure import timed, timed_units
 from holdfast.activations.runtime.peak import peak_bytes
 from holdfast.activations.runtime.unit_names import inside_ddp, units_of
-from holdfast.activations.runtime.unit_timer import timed_units
 from holdfast.activations.solve.columns import keep_all, whole_recompute
 from holdfast.activations.solve.timeline import step_peak
 from holdfast.backends.torch.local_shards import local_of

@@ -34,10 +34,10 @@ from holdfast.activations.runtime.op_rules import (
     written_by,
 )
 from holdfast.activations.runtime.packings import with_packings
+from holdfast.activations.runtime.peak import unit_peak
 from holdfast.activations.runtime.seen_storages import SeenStorage, SeenStorages
 from holdfast.activations.runtime.signature import has_autocast, signature_of
 from holdfast.activations.runtime.traced import OpReturn, SavedSource, TracedOp, UnitTrace
-from holdfast.activations.runtime.unit_costs import UnitCosts, costs_of
 from holdfast.backends.torch.private_layout import (
     CAST,
     TorchDispatchMode,
@@ -96,7 +96,7 @@ def trace_call(
     trace = recorder.finish(signature, output)
     # Code that a replay cannot repeat cannot be repeated here either.
     if is_measured and not trace.why_not:
-        trace = replace(trace, costs=costs_of(unit, forward, form, tensors))
+        trace = replace(trace, peak_bytes=unit_peak(unit, forward, form, tensors))
     if is_measured:
         trace = with_packings(trace, recorder.held(), error_bound)
     return output, trace
@@ -178,16 +178,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     is_storable=is_base and op.bytes > 0 and op.number not in unstorable,
                 )
             )
-        returned = {seen.weak.identity: seen.bytes for seen in map(self._seen.of, self._plain(tensors_of(output)))}
-        seconds = sum(op.seconds for op in ops)
+        self._plain(tensors_of(output))
         return UnitTrace(
             signature=signature,
             ops=tuple(ops),
             saved=tuple(_source(seen, geometry) for seen, geometry, _ in self._saved),
-            output_bytes=sum(returned.values()),
             cast_bytes=sum({id(seen): seen.bytes for seen, *_ in self._saved if seen.cast_of is not None}.values()),
             casts_stay=self._casts_stay,
-            costs=UnitCosts(seconds, 2 * seconds, self._peak_bytes),
+            peak_bytes=self._peak_bytes,
             why_not=self.refused or self.why_not,
             refused=self.refused,
         )

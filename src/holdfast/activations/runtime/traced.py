@@ -14,7 +14,6 @@ from holdfast.activations.profile.unit_profile import Packing, UnitOp, UnitProfi
 from holdfast.activations.runtime.arguments import Form
 from holdfast.activations.runtime.dense import TensorGeometry
 from holdfast.activations.runtime.signature import Signature
-from holdfast.activations.runtime.unit_costs import UnitCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +105,12 @@ class UnitTrace:
     """The ops, by number."""
     saved: tuple[SavedSource, ...]
     """Each tensor that autograd saved, in order."""
-    output_bytes: int
-    """Bytes of the tensors that the unit returns."""
     cast_bytes: int
     """Bytes of parameters in another dtype that autograd saved: autocast makes them."""
     casts_stay: bool
     """Whether casts stay until an autocast region around the unit ends, also those that autograd does not save."""
-    costs: UnitCosts
-    """Measured costs, or an estimate from the ops' costs."""
+    peak_bytes: int
+    """Most bytes of forward and backward above the unit's input, measured; else those of the forward's ops."""
     why_not: str
     """Why ops may not run again; empty for a unit that replays."""
     refused: str
@@ -158,12 +155,8 @@ class UnitTrace:
             fingerprint=self.fingerprint,
             units=units,
             ops=tuple(_profiled(op, [each.ops[op.number].packings for each in samples or [self]]) for op in self.ops),
-            forward_seconds=self.costs.forward_seconds,
-            backward_seconds=self.costs.backward_seconds,
-            output_bytes=self.output_bytes,
             cast_bytes=self.cast_bytes,
-            recompute_workspace_bytes=self.costs.peak_bytes,
-            is_replayable=not self.why_not,
+            recompute_workspace_bytes=self.peak_bytes,
             why_not=self.why_not,
             casts_stay=self.casts_stay,
         )

@@ -38,7 +38,6 @@ def test_bytes_and_seconds_are_the_most_of_all_ranks() -> None:
     assert (worst.keep_all_peak_bytes, worst.step_seconds) == (100, 2.0)
     assert worst.classes[0].ops[1].packings == (Packing("bits", 40, 0.2, spare_bytes=30),)
     assert worst.classes[0].ops[1].seconds == 0.3
-    assert worst.classes[0].forward_seconds == 0.3
     assert worst_profile([last]) == last
 
 

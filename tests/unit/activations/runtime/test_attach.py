@@ -100,7 +100,7 @@ def test_whole_recompute_of_a_gpt_equals_plain_with_a_lower_peak() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_costs_are_measured_beside_a_step_that_stays_plain(dtype: torch.dtype | None) -> None:
+def test_the_peak_of_a_unit_is_measured_beside_a_step_that_stays_plain(dtype: torch.dtype | None) -> None:
     plain, model = Gpt(), Gpt()
     held = [id(each) for each in (*model.parameters(), *model.buffers())]
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -112,9 +112,7 @@ def test_costs_are_measured_beside_a_step_that_stays_plain(dtype: torch.dtype | 
     assert measured.fingerprint == estimated.fingerprint
     needed = sum(op.bytes for op in measured.ops[1:] if op.is_needed)
     for profile in (measured, estimated):
-        assert 0 < profile.forward_seconds < 2 * profile.backward_seconds
         assert needed < profile.recompute_workspace_bytes < 2 * needed
-    assert measured.output_bytes == 8 * LENGTH * WIDTH * 4
 
 
 def test_kept_columns_install_nothing_in_the_call() -> None:

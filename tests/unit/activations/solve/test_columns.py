@@ -205,7 +205,7 @@ def test_views_stand_for_their_base() -> None:
 def test_a_unit_that_cannot_replay_gets_no_replay() -> None:
     packing = Packing("bits", MIB // 8, 1e-5)
     ops = [op(0), op(1, [0], is_needed=True, packings=(packing,)), op(2, [1], is_needed=True, is_storable=False)]
-    profile = unit(ops, is_replayable=False, why_not="takes a cache")
+    profile = unit(ops, why_not="takes a cache")
     found = columns_of(profile, 0.0)
     assert [each.store for each in found] == [((1, "keep"), (2, "keep")), ((1, "bits"), (2, "keep"))]
     assert all(not each.run and not each.draw for each in found)

@@ -120,7 +120,7 @@ def test_a_budget_below_the_floor_names_the_floor_and_the_unit() -> None:
 
 
 def test_the_floor_says_why_a_unit_is_never_recomputed() -> None:
-    fixed = unit([op(0), op(1, [0], is_needed=True)], is_replayable=False, why_not="argument cache may change")
+    fixed = unit([op(0), op(1, [0], is_needed=True)], why_not="argument cache may change")
     profile = model(fixed)
     with pytest.raises(InvalidError, match="never recomputed: argument cache may change"):
         solve(profile, all_columns(profile, 0.0), 1000)

@@ -33,9 +33,6 @@ def unit(ops: Sequence[UnitOp], *names: str, **changed: object) -> UnitProfile:
         fingerprint="trace",
         units=names or ("layers.0",),
         ops=tuple(ops),
-        forward_seconds=sum(each.seconds for each in ops),
-        backward_seconds=2 * sum(each.seconds for each in ops),
-        output_bytes=ops[-1].bytes,
         cast_bytes=0,
         recompute_workspace_bytes=sum(each.bytes for each in ops[1:]) + MIB,
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.activations.runtime.unit_timer import timed_units
+from holdfast.activations.runtime.measure import timed_units
 
 FORWARD, BACKWARD = 0.06, 0.12
 
