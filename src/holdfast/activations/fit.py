@@ -103,10 +103,7 @@ def _fitted(ranks: FitRanks, measured: MeasuredModel, budget: int | str, error_b
                 tuple(max(same, key=lambda column: column.seconds) for same in zip(*of, strict=True))
                 for of in zip(*timed, strict=True)
             )
-        solved = measured.planned(solved)
-        # The measurements alone: a job of thousands of ranks must not gather as many plans.
-        own_step = MeasuredStep(solved.measured_peak_bytes, solved.measured_slowdown, solved.gradient_errors)
-        solved = worst_measured(solved, ranks.gather(own_step, MeasuredStep))
+        solved = worst_measured(solved, ranks.gather(measured.planned(solved), MeasuredStep))
         found = solved.measured_peak_bytes
         if found <= limit:
             return ActivationPlan(solved)

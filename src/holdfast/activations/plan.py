@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from holdfast.activations.plan_file import BYTES_MAX, read_plan, write_plan
+from holdfast.activations.plan_file import read_plan, write_plan
 from holdfast.activations.profile.solved_plan import SolvedPlan
+from holdfast.activations.profile.unit_profile import BYTES_MAX
 from holdfast.errors import InvalidError, printable, shown_bytes
 
 if TYPE_CHECKING:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
+import msgspec
+
+from holdfast.activations.profile.unit_profile import Bytes, ModelProfile, Seconds, UnitColumn
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
     """What a budget gives."""
 
-    peak_bytes: int
+    peak_bytes: Bytes
     """Predicted peak of a step."""
-    slowdown: float
+    slowdown: Seconds
     """Predicted time of a step divided by the time of a step that keeps everything."""
 
 
@@ -27,23 +30,23 @@ class SolvedPlan:
     """Columns of each class."""
     choice: tuple[int, ...]
     """For each unit in forward order: the index of a column of the unit's class."""
-    budget_bytes: int
+    budget_bytes: Bytes
     """Most bytes that a step may take above the memory that the job holds before the step."""
-    reserve: float
+    reserve: Annotated[float, msgspec.Meta(ge=0, lt=1)]
     """Share of the budget that the solver leaves free."""
-    error_bound: float
+    error_bound: Annotated[float, msgspec.Meta(ge=0, le=1)]
     """Largest error of a stored element, relative to the rms of its tensor; 0 for exact gradients."""
-    predicted_peak_bytes: int
+    predicted_peak_bytes: Bytes
     """Peak of a step, from the profile."""
-    predicted_slowdown: float
+    predicted_slowdown: Seconds
     """Time of a step divided by the time of a step that keeps everything."""
-    gap: float
+    gap: Seconds
     """Proven distance from the least time, relative to a step that keeps everything; 1 if the solver proved nothing."""
-    measured_peak_bytes: int = 0
+    measured_peak_bytes: Bytes = 0
     """Peak of a step that the fit measured under the plan; 0 for a plan that was solved without the model."""
-    measured_slowdown: float = 0.0
+    measured_slowdown: Seconds = 0.0
     """Time of that step divided by the time of a step that keeps everything; 0 if not measured."""
-    gradient_errors: tuple[tuple[str, float], ...] = ()
+    gradient_errors: tuple[tuple[str, Seconds], ...] = ()
     """Parameters, each with the relative error of the gradient in that step; "" stands for all gradients as one. Empty
     for exact gradients, or if not measured."""
     curve: tuple[CurvePoint, ...] = ()

@@ -7,6 +7,18 @@ class. Every number of bytes is device memory, every number of seconds is time o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+BYTES_MAX = 1 << 60
+"""Limit of each number of bytes in a plan: sums of such numbers stay exact."""
+
+Bytes = Annotated[int, msgspec.Meta(ge=0, lt=BYTES_MAX)]
+"""A number of bytes. A plan file with another number is refused."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+"""Seconds, or a factor of a time. Sums and prices stay finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,15 +27,15 @@ class Packing:
 
     action: str
     """Name of the packing: "bits", "narrow", "planes", "sparse", "q8" or "q4"."""
-    device_bytes: int
+    device_bytes: Bytes
     """Most bytes on the device that the packed output takes: content that needs more overflows."""
-    seconds: float
+    seconds: Seconds
     """Time to pack and to unpack."""
     is_lossy: bool = False
     """Whether the unpacked tensor may differ from the packed one."""
-    spare_bytes: int = 0
+    spare_bytes: Bytes = 0
     """Bytes among `device_bytes` that the content of the fit did not take."""
-    workspace_bytes: int = 0
+    workspace_bytes: Bytes = 0
     """Temporary bytes of packing."""
 
 
@@ -39,9 +51,9 @@ class UnitOp:
     """Position in the trace."""
     overload: str
     """The op's full name; "input" for op 0."""
-    bytes: int
+    bytes: Bytes
     """Bytes of new storage. A view or an in-place op has none."""
-    seconds: float
+    seconds: Seconds
     """Time to run the op once."""
     reads: tuple[int, ...]
     """Ops (bases) that made the storages that this op reads."""
@@ -67,11 +79,11 @@ class UnitProfile:
     """Digest of the trace."""
     units: tuple[str, ...]
     """FQNs of the units, in forward order."""
-    ops: tuple[UnitOp, ...]
+    ops: Annotated[tuple[UnitOp, ...], msgspec.Meta(min_length=1)]
     """The trace; the index of an op is the op's number."""
-    cast_bytes: int
+    cast_bytes: Bytes
     """Bytes of parameters in another dtype, which autograd saves unless the unit replays."""
-    recompute_workspace_bytes: int
+    recompute_workspace_bytes: Bytes
     """Peak bytes of a backward that recomputes the whole unit, above the stored bytes."""
     why_not: str = ""
     """Why ops may not run again in backward; empty if they may."""
@@ -94,21 +106,21 @@ class UnitColumn:
     """Ops that the replay runs: bases, each with all views and in-place ops."""
     draw: tuple[int, ...]
     """Random ops that the replay runs only to advance the generator."""
-    device_bytes: int
+    device_bytes: Bytes
     """Stored bytes between forward and backward."""
-    seconds: float
+    seconds: Seconds
     """Time that the column adds to a step."""
-    forward_workspace_bytes: int
+    forward_workspace_bytes: Bytes
     """Temporary bytes of the forward."""
-    backward_workspace_bytes: int
+    backward_workspace_bytes: Bytes
     """Temporary bytes of the backward."""
     is_lossy: bool
     """Whether a stored tensor may differ from the original."""
-    spare_bytes: int = 0
+    spare_bytes: Bytes = 0
     """Bytes among `device_bytes` that packs may take, and did not take in the fit."""
     is_measured: bool = False
     """Whether `seconds` are those of units in a step under the column; else they are the sum of the ops alone."""
-    forward_cast_bytes: int = 0
+    forward_cast_bytes: Bytes = 0
     """Bytes of casts that `device_bytes` lacks, from the unit's forward until the forward of the model ends."""
 
 
@@ -120,13 +132,13 @@ class ModelProfile:
     """Classes of units."""
     order: tuple[tuple[str, int], ...]
     """FQN of each unit and the index of the unit's class, in forward order."""
-    gradient_bytes: tuple[int, ...]
+    gradient_bytes: tuple[Bytes, ...]
     """For each unit: bytes of gradients that exist at the unit's backward."""
-    outside_bytes: int
+    outside_bytes: Bytes
     """Bytes that live outside units during the step."""
-    keep_all_peak_bytes: int
+    keep_all_peak_bytes: Bytes
     """Peak of a step that keeps everything."""
-    step_seconds: float
+    step_seconds: Annotated[float, msgspec.Meta(gt=1e-12, lt=1e12)]
     """Time of a step that keeps everything."""
-    loss_workspace_bytes: int = 0
+    loss_workspace_bytes: Bytes = 0
     """Temporary bytes between the last unit's forward and the first backward, while autocast keeps casts."""

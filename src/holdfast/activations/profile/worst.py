@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, Packing, UnitOp, UnitProfile
@@ -32,16 +32,7 @@ def worst_profile(profiles: Iterable[ModelProfile]) -> ModelProfile:
     worst = next(rest)
     for rank, other in enumerate(rest, 1):
         _require_same_units(worst, other, rank)
-        pairs = zip(worst.classes, other.classes, strict=True)
-        worst = ModelProfile(
-            classes=tuple(_worst_unit(one, two) for one, two in pairs),
-            order=worst.order,
-            gradient_bytes=tuple(map(max, worst.gradient_bytes, other.gradient_bytes)),
-            outside_bytes=max(worst.outside_bytes, other.outside_bytes),
-            keep_all_peak_bytes=max(worst.keep_all_peak_bytes, other.keep_all_peak_bytes),
-            step_seconds=max(worst.step_seconds, other.step_seconds),
-            loss_workspace_bytes=max(worst.loss_workspace_bytes, other.loss_workspace_bytes),
-        )
+        worst = _worst(worst, other)
     return worst
 
 
@@ -79,19 +70,18 @@ def _descriptions(profile: ModelProfile) -> Iterator[str]:
         yield f"unit {unit.units[0]}, trace {unit.fingerprint[:16]}"
 
 
-def _worst_unit(one: UnitProfile, two: UnitProfile) -> UnitProfile:
-    return replace(
-        one,
-        ops=tuple(map(_worst_op, one.ops, two.ops)),
-        recompute_workspace_bytes=max(one.recompute_workspace_bytes, two.recompute_workspace_bytes),
-    )
-
-
-def _worst_op(one: UnitOp, two: UnitOp) -> UnitOp:
-    # The contents of tensors differ between ranks: a packing counts where every rank offers one.
-    theirs = {packing.action: packing for packing in two.packings}
-    packings = [_worst_packing(each, theirs[each.action]) for each in one.packings if each.action in theirs]
-    return replace(one, seconds=max(one.seconds, two.seconds), packings=tuple(packings))
+def _worst(one: Any, two: Any) -> Any:
+    """Return a value with the larger number of each pair. Names, and numbers of ops, are equal."""
+    if isinstance(one, UnitOp):
+        # The contents of tensors differ between ranks: a packing counts where every rank offers one.
+        mine, theirs = ({packing.action: packing for packing in op.packings} for op in (one, two))
+        packings = tuple(_worst_packing(each, theirs[action]) for action, each in mine.items() if action in theirs)
+        return replace(one, seconds=max(one.seconds, two.seconds), packings=packings)
+    if isinstance(one, tuple):
+        return tuple(map(_worst, one, two))
+    if isinstance(one, UnitProfile | ModelProfile):
+        return type(one)(*(_worst(getattr(one, each.name), getattr(two, each.name)) for each in fields(one)))
+    return max(one, two)
 
 
 def _worst_packing(one: Packing, two: Packing) -> Packing:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
+from holdfast.activations.profile.worst import MeasuredStep
 from holdfast.activations.runtime.attach import PlannedUnit, attach, trace_units
 from holdfast.activations.runtime.dense import same_bits
 from holdfast.activations.runtime.measure import timed, timed_units
@@ -163,8 +164,8 @@ class MeasuredModel:
         )
         return self._with_outside(profile)
 
-    def planned(self, plan: SolvedPlan) -> SolvedPlan:
-        """Return a plan with the measurements of a step under the plan: peak, slowdown, errors of gradients.
+    def planned(self, plan: SolvedPlan) -> MeasuredStep:
+        """Return the measurements of a step under a plan.
 
         Raises:
             InvalidError: The loss, a buffer, or without lossy packs a gradient differs from the plain step.
@@ -179,7 +180,7 @@ class MeasuredModel:
             self._reset()
             _, peak = peak_bytes(self._run, self._device)
             slowdown = self._seconds()[0] / plan.profile.step_seconds
-            return replace(plan, measured_peak_bytes=peak, measured_slowdown=slowdown, gradient_errors=errors)
+            return MeasuredStep(peak, slowdown, errors)
 
     def timed_columns(self, plan: SolvedPlan) -> tuple[tuple[UnitColumn, ...], ...]:
         """Return the columns of a plan; those that the plan chose have the seconds of their units in a step."""
