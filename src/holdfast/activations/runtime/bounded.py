@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from holdfast.activations.runtime.dense import TensorGeometry, block_elements, elements_of
+from holdfast.activations.runtime.dense import PackedTensor, TensorGeometry, block_elements, elements_of
 
 GROUP = 256
 """Elements of a group."""
@@ -40,62 +39,9 @@ _NEAR_OVERFLOW = 3e38
 """Above this a decoded element may become infinite."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedCodes:
-    """Codes, steps and outliers."""
-
-    layout: TensorGeometry
-    """Geometry of the tensor."""
-
-    bits: int
-    """Bits of a code."""
-
-    codes: torch.Tensor
-    """A row for each group: a code in each byte, or code i plus 16 times code i + 128."""
-
-    steps: torch.Tensor
-    """The step of each group, float32."""
-
-    places: torch.Tensor
-    """Indices of the outliers in memory order, int32."""
-
-    outliers: torch.Tensor
-    """The outliers."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the bytes of codes, steps and outliers."""
-        return self.codes.nbytes + self.steps.nbytes + self.places.nbytes + self.outliers.nbytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return the bytes with 1.5 times as many outliers, and 64 more."""
-        more = len(self.places) // 2 + 64
-        return self.device_bytes + more * _outlier_bytes(self.outliers)
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor. Each element is within the limit; outliers have their bits."""
-        tensor, elements = self.layout.empty()
-        for block, codes, steps in _split(elements, self.codes, self.steps):
-            is_target = block.dtype is torch.float32 and len(block) % GROUP == 0
-            rows = block.view(len(codes), GROUP) if is_target else steps.new_empty(len(codes), GROUP)
-            if self.bits == 8:
-                rows.copy_(codes)
-            else:
-                both = codes.float()
-                upper = torch.mul(both, 1 / 16, out=rows[:, GROUP // 2 :]).round_()
-                torch.sub(both, upper, alpha=16, out=rows[:, : GROUP // 2])
-            rows.mul_(steps.unsqueeze(1))
-            if not is_target:
-                block.copy_(rows.view(-1)[: len(block)])
-        if len(self.places):
-            elements[self.places.long()] = self.outliers
-        return tensor
-
-
 def pack_codes(
     tensor: torch.Tensor, bits: int, *, error_bound: float, device_bytes_max: int | None = None
-) -> PackedCodes | None:
+) -> PackedTensor | None:
     """Return a tensor as codes: |x̂ − x| ≤ `error_bound` · rms(x) for every element, rms over the finite elements.
 
     NaN and infinities keep their bits. None: more outliers than fit, or a tensor that cannot be coded.
@@ -110,6 +56,7 @@ def pack_codes(
     if elements is None or elements.dtype not in _DTYPES or len(elements) >= 1 << 31:
         return None
     largest = _LARGEST_CODE[bits]
+    outlier_bytes = 4 + elements.element_size()  # Index and element.
     absmax, rms, is_finite, finite = _group_sizes(elements)
     limit = min(error_bound * rms, _LIMIT_MAX)
     steps, is_checked = _steps(absmax, rms, limit, largest=largest, dtype=elements.dtype)
@@ -117,7 +64,7 @@ def pack_codes(
     codes = torch.empty(len(steps), GROUP * bits // 8, dtype=torch.int8, device=elements.device)
     room = math.inf
     if device_bytes_max is not None:
-        room = (device_bytes_max - codes.nbytes - steps.nbytes) // _outlier_bytes(elements)
+        room = (device_bytes_max - codes.nbytes - steps.nbytes) // outlier_bytes
         if room < len(elements) - finite:
             return None
     places, outliers = [], []
@@ -138,14 +85,38 @@ def pack_codes(
         coded.copy_(scaled if bits == 8 else torch.add(scaled[:, : GROUP // 2], scaled[:, GROUP // 2 :], alpha=16))
         start += len(block)
     none = elements.new_empty(0)
-    return PackedCodes(
-        TensorGeometry.of(tensor),
-        bits,
-        codes,
-        steps,
-        torch.cat([none.int(), *places]),
-        torch.cat([none, *outliers]),
-    )
+    parts = codes, steps, torch.cat([none.int(), *places]), torch.cat([none, *outliers])
+    # 1.5 times as many outliers, and 64 more.
+    reserve_bytes = (len(parts[2]) // 2 + 64) * outlier_bytes
+    return PackedTensor(TensorGeometry.of(tensor), parts, _fill_from_codes, reserve_bytes)
+
+
+def _fill_from_codes(
+    elements: torch.Tensor, codes: torch.Tensor, steps: torch.Tensor, places: torch.Tensor, outliers: torch.Tensor
+) -> None:
+    """Write elements, each within the limit; outliers have their bits.
+
+    Args:
+        elements: The elements.
+        codes: A row for each group: a code in each byte, or code i plus 16 times code i + 128.
+        steps: The step of each group, float32.
+        places: Indices of the outliers in memory order, int32.
+        outliers: The outliers.
+    """
+    for block, coded, step in _split(elements, codes, steps):
+        is_target = block.dtype is torch.float32 and len(block) % GROUP == 0
+        rows = block.view(len(coded), GROUP) if is_target else step.new_empty(len(coded), GROUP)
+        if coded.shape[1] == GROUP:
+            rows.copy_(coded)
+        else:
+            both = coded.float()
+            upper = torch.mul(both, 1 / 16, out=rows[:, GROUP // 2 :]).round_()
+            torch.sub(both, upper, alpha=16, out=rows[:, : GROUP // 2])
+        rows.mul_(step.unsqueeze(1))
+        if not is_target:
+            block.copy_(rows.view(-1)[: len(block)])
+    if len(places):
+        elements[places.long()] = outliers
 
 
 def _split(elements: torch.Tensor, *of_groups: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -200,11 +171,6 @@ def _misses(
         return None
     misses = words.index_select(0, word).mul_(8).add_(byte)
     return (found[misses // GROUP] * GROUP).add_(misses % GROUP) if is_part else misses
-
-
-def _outlier_bytes(elements: torch.Tensor) -> int:
-    """Return the bytes of one outlier: index and element."""
-    return 4 + elements.element_size()
 
 
 def _group_sizes(elements: torch.Tensor) -> tuple[torch.Tensor, float, torch.Tensor, int]:

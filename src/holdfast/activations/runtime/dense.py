@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-
-
-class PackedTensor(Protocol):
-    """The packed content of one tensor. The tensor itself is not referenced."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Return how many bytes the pack takes on the tensor's device."""
-        ...
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return how many bytes a plan should reserve: later packs of this tensor have other content."""
-        ...
-
-    def unpack(self) -> torch.Tensor:
-        """Return a new tensor of the same size, strides, dtype and device. Any number of times."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +44,36 @@ class TensorGeometry:
         """Return the tensor that shows a storage; None if the tensor leaves a part of the storage out."""
         return self.view_of(storage) if self.offset == 0 and self.reach_bytes == storage.nbytes() else None
 
-    def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a new dense tensor of this geometry in a storage of its own, and its elements in memory order."""
-        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return tensor, tensor.as_strided((tensor.numel(),), (1,))
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """The packed content of one tensor. The tensor itself is not referenced."""
+
+    layout: TensorGeometry
+    """Geometry of the tensor."""
+    parts: tuple[torch.Tensor, ...]
+    """All that is stored."""
+    fill: Callable[..., object]
+    """Writes the content of the parts to the elements of a new tensor, in memory order."""
+    reserve_bytes: int = 0
+    """Bytes that a plan should reserve above those of the parts: later packs of this tensor have other content."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Return how many bytes the pack takes on the tensor's device."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return how many bytes a plan should reserve."""
+        return self.device_bytes + self.reserve_bytes
+
+    def unpack(self) -> torch.Tensor:
+        """Return a new tensor of the same size, strides, dtype and device. Any number of times."""
+        layout = self.layout
+        tensor = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=layout.device)
+        self.fill(tensor.as_strided((tensor.numel(),), (1,)), *self.parts)
+        return tensor
 
 
 def elements_of(tensor: torch.Tensor) -> torch.Tensor | None:

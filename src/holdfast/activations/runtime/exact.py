@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from holdfast.activations.runtime.dense import TensorGeometry, block_elements, elements_of
+from holdfast.activations.runtime.dense import PackedTensor, TensorGeometry, block_elements, elements_of
 from holdfast.backends.codecs.planes import PlanesCodec
 from holdfast.backends.codecs.sparse import SparseCodec
 from holdfast.backends.torch.local_shards import bytes_of
@@ -25,47 +24,7 @@ _PIECE_BYTES = 1 << 20
 _CODECS = {codec.name: codec for codec in (PlanesCodec(), SparseCodec())}
 
 
-@dataclass(frozen=True, slots=True)
-class PackedBits:
-    """A tensor of at most two values."""
-
-    layout: TensorGeometry
-    """Geometry of the tensor."""
-
-    bits: torch.Tensor
-    """One bit an element, in bytes; the first element in the lowest bit."""
-
-    values: torch.Tensor
-    """The values of a clear and of a set bit, as integers."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the bytes of bits and values."""
-        return self.bits.nbytes + self.values.nbytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return the same bytes: the size does not depend on the content."""
-        return self.device_bytes
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
-        tensor, elements = self.layout.empty()
-        integers = elements.view(self.values.dtype)
-        byte, bit = torch.arange(256, device=elements.device), torch.arange(8, device=elements.device)
-        elements_of_byte = self.values[byte[:, None] >> bit & 1]
-        size = block_elements(elements.device)
-        for start in range(0, len(integers), size):
-            block = integers[start : start + size]
-            index = self.bits[start // 8 : (start + size) // 8].int()
-            if len(block) == 8 * len(index):
-                torch.index_select(elements_of_byte, 0, index, out=block.view(-1, 8))
-            else:
-                block.copy_(elements_of_byte.index_select(0, index).view(-1)[: len(block)])
-        return tensor
-
-
-def pack_bits(tensor: torch.Tensor) -> PackedBits | None:
+def pack_bits(tensor: torch.Tensor) -> PackedTensor | None:
     """Return a tensor of at most two values, of any type with elements of up to 8 bytes."""
     elements = elements_of(tensor)
     if elements is None or elements.element_size() not in _INTEGERS:
@@ -86,7 +45,20 @@ def pack_bits(tensor: torch.Tensor) -> PackedBits | None:
             return None
         bits[start // 8 : (start + size) // 8].copy_(is_set * _GATHER >> 56)
     other = first if other is None else other
-    return PackedBits(TensorGeometry.of(tensor), bits, torch.stack([first, other]))
+    return PackedTensor(TensorGeometry.of(tensor), (bits, torch.stack([first, other])), _fill_from_bits)
+
+
+def _fill_from_bits(elements: torch.Tensor, bits: torch.Tensor, values: torch.Tensor) -> None:
+    """Write elements from one bit an element, the first one in the lowest bit, and the values of both bits."""
+    integers = elements.view(values.dtype)
+    byte, bit = torch.arange(256, device=elements.device), torch.arange(8, device=elements.device)
+    elements_of_byte = values[byte[:, None] >> bit & 1]
+    size = block_elements(elements.device)
+    for block, packed in zip(torch.split(integers, size), torch.split(bits, size // 8), strict=True):
+        if len(block) == 8 * len(packed):
+            torch.index_select(elements_of_byte, 0, packed.int(), out=block.view(-1, 8))
+        else:
+            block.copy_(elements_of_byte.index_select(0, packed.int()).view(-1)[: len(block)])
 
 
 def _words_differing(block: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -97,34 +69,7 @@ def _words_differing(block: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return (block ^ value).bool().view(torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedNarrow:
-    """A float32 tensor whose elements are bfloat16 numbers."""
-
-    layout: TensorGeometry
-    """Geometry of the tensor."""
-
-    halves: torch.Tensor
-    """The elements as bfloat16."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the bytes of the elements."""
-        return self.halves.nbytes
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return the same bytes: the size does not depend on the content."""
-        return self.halves.nbytes
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
-        tensor, elements = self.layout.empty()
-        elements.copy_(self.halves)
-        return tensor
-
-
-def pack_narrow(tensor: torch.Tensor) -> PackedNarrow | None:
+def pack_narrow(tensor: torch.Tensor) -> PackedTensor | None:
     """Return a float32 tensor whose elements all have 16 low bits of zero."""
     elements = elements_of(tensor)
     if elements is None or elements.dtype is not torch.float32:
@@ -138,47 +83,10 @@ def pack_narrow(tensor: torch.Tensor) -> PackedNarrow | None:
             return None
         # A cast to bfloat16 would change the bits of NaN.
         halves[start : start + size].copy_(block.view(torch.int16)[1::2])
-    return PackedNarrow(TensorGeometry.of(tensor), halves.view(torch.bfloat16))
+    return PackedTensor(TensorGeometry.of(tensor), (halves.view(torch.bfloat16),), torch.Tensor.copy_)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPieces:
-    """A tensor in host memory, coded by a codec of the checkpoints."""
-
-    layout: TensorGeometry
-    """Geometry of the tensor."""
-
-    coder: Coder
-    """Decodes the pieces."""
-
-    pieces: tuple[torch.Tensor, ...]
-    """Stored forms of 1 MiB each; a piece that did not shrink is raw, and has its raw length."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the bytes of the stored forms."""
-        return sum(piece.nbytes for piece in self.pieces)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Return the bytes of the stored forms and 1/32 of the raw bytes, the least gain that a codec keeps."""
-        raw_bytes = math.prod(self.layout.size) * self.layout.dtype.itemsize
-        return self.device_bytes + raw_bytes // GAIN_PARTS
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
-        tensor, elements = self.layout.empty()
-        raw = elements.view(torch.uint8)
-        for number, stored in enumerate(self.pieces):
-            piece = raw[number * _PIECE_BYTES : (number + 1) * _PIECE_BYTES]
-            if len(stored) == len(piece):
-                piece.copy_(stored)
-            else:
-                self.coder.decode(bytes_of(stored), None, bytes_of(piece))
-        return tensor
-
-
-def pack_pieces(tensor: torch.Tensor, codec: str, *, device_bytes_max: int | None = None) -> PackedPieces | None:
+def pack_pieces(tensor: torch.Tensor, codec: str, *, device_bytes_max: int | None = None) -> PackedTensor | None:
     """Return a tensor in host memory, coded by a codec of the checkpoints.
 
     Args:
@@ -198,14 +106,24 @@ def pack_pieces(tensor: torch.Tensor, codec: str, *, device_bytes_max: int | Non
             pieces.append(piece.clone())
         else:
             pieces.append(piece.new_empty(sum(map(len, parts))))
-            start, into = 0, bytes_of(pieces[-1])
+            room = bytes_of(pieces[-1])
             for part in parts:
-                target = into[start : start + len(part)]
                 if isinstance(part, memoryview):
-                    target[:] = part
+                    room[: len(part)] = part
                 else:
-                    part.write(0, target)
-                start += len(part)
+                    part.write(0, room[: len(part)])
+                room = room[len(part) :]
         if device_bytes_max is not None and sum(map(len, pieces)) > device_bytes_max:
             return None
-    return PackedPieces(TensorGeometry.of(tensor), coder, tuple(pieces))
+    # 1/32 of the raw bytes is the least gain that a codec keeps.
+    reserve_bytes = elements.nbytes // GAIN_PARTS
+    return PackedTensor(TensorGeometry.of(tensor), tuple(pieces), partial(_fill_from_pieces, coder), reserve_bytes)
+
+
+def _fill_from_pieces(coder: Coder, elements: torch.Tensor, *pieces: torch.Tensor) -> None:
+    """Write elements from stored forms of 1 MiB each; a piece that did not shrink is raw, and has its raw length."""
+    for piece, stored in zip(torch.split(elements.view(torch.uint8), _PIECE_BYTES), pieces, strict=True):
+        if len(stored) == len(piece):
+            piece.copy_(stored)
+        else:
+            coder.decode(bytes_of(stored), None, bytes_of(piece))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -40,18 +40,14 @@ def pack(
         error_bound: For bounded actions: the largest error of an element, as a share of the tensor's rms.
         device_bytes_max: More bytes than this overflow; the `device_bytes` of the packing that a plan chose.
     """
-    packed: PackedTensor | None
     if action in BOUNDED_ACTIONS:
         packed = pack_codes(tensor, int(action[1:]), error_bound=error_bound, device_bytes_max=device_bytes_max)
-    elif action == "bits":
-        packed = pack_bits(tensor)
-    elif action == "narrow":
-        packed = pack_narrow(tensor)
+    elif action in ("bits", "narrow"):
+        packed = pack_bits(tensor) if action == "bits" else pack_narrow(tensor)
     else:
         packed = pack_pieces(tensor, action, device_bytes_max=device_bytes_max)
-    if packed is None or device_bytes_max is None or packed.device_bytes <= device_bytes_max:
-        return packed
-    return None
+    is_overflow = packed and device_bytes_max is not None and packed.device_bytes > device_bytes_max
+    return None if is_overflow else packed
 
 
 def packings_of(tensor: torch.Tensor, *, error_bound: float = 0.0, clock: Clock | None = None) -> tuple[Packing, ...]:
@@ -69,7 +65,7 @@ def packings_of(tensor: torch.Tensor, *, error_bound: float = 0.0, clock: Clock 
         packed = once()
         if packed is None or packed.reserved_bytes > bytes_max:
             continue
-        seconds = least_seconds(partial(_there_and_back, once), tensor.device, _ROUNDS, clock)
+        seconds = sum(least_seconds(each, tensor.device, _ROUNDS, clock) for each in (once, packed.unpack))
         spare_bytes = packed.reserved_bytes - packed.device_bytes
         is_lossy = action in BOUNDED_ACTIONS
         content = _worst_like(tensor) if is_lossy else tensor
@@ -111,9 +107,3 @@ def _worst_like(tensor: torch.Tensor) -> torch.Tensor:
     if (elements := elements_of(worst)) is not None:
         elements[::GROUP], elements[GROUP // 2 :: GROUP] = 1, torch.nan
     return worst
-
-
-def _there_and_back(once: Callable[[], PackedTensor | None]) -> None:
-    packed = once()
-    if packed is not None:
-        packed.unpack()

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from holdfast.activations.runtime.bounded import PackedCodes, pack_codes
+from holdfast.activations.runtime.bounded import pack_codes
+from holdfast.activations.runtime.dense import PackedTensor
 from tests.unit.activations.runtime.hostile_tensors import bytes_of, hostile_tensor
 
 BOUNDS = {8: (0.02, 0.001, 1.0), 4: (0.25, 0.02, 1.0)}
@@ -16,7 +17,7 @@ HOSTILE = int(os.environ.get("HOSTILE_TENSORS", 10_000))
 """Tensors of the long test."""
 
 
-def worst_of(tensor: torch.Tensor, packed: PackedCodes, error_bound: float) -> float:
+def worst_of(tensor: torch.Tensor, packed: PackedTensor, error_bound: float) -> float:
     """Return the largest error of an element, as a share of the bound, by a reference in float64.
 
     Elements that are not finite have their bits, and the tensor has its layout.
@@ -49,9 +50,9 @@ def check_bounded(seeds: range) -> None:
             worst, packs = max(worst, share), packs + 1
             if seed % 4 == 0:
                 # Room for one outlier less.
-                room = packed.device_bytes - (4 + tensor.element_size()) * (len(packed.places) > 0)
+                room = packed.device_bytes - (4 + tensor.element_size()) * (len(packed.parts[2]) > 0)
                 is_full = pack_codes(tensor, bits, error_bound=bound, device_bytes_max=room) is None
-                assert is_full == (len(packed.places) > 0), name
+                assert is_full == (len(packed.parts[2]) > 0), name
                 overflows += is_full
     print(f"worst error ÷ bound {worst:.5f} of {packs} packs; {overflows} overflows")
     assert 0.99 < worst < 1
@@ -81,10 +82,10 @@ def test_outlier_channels_cost_little(bits: int, bound: float, ratio: float) -> 
     assert packed is not None
     share = worst_of(tensor, packed, bound)
     found = tensor.nbytes / packed.device_bytes
-    outliers = len(packed.places) / tensor.numel()
+    outliers = len(packed.parts[2]) / tensor.numel()
     print(f"q{bits}: {found:.2f} times smaller, {outliers:.3%} outliers, worst error ÷ bound {share:.5f}")
     assert found >= ratio
-    assert len(packed.places) > 0
+    assert len(packed.parts[2]) > 0
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -98,7 +99,7 @@ def test_a_large_tensor_of_several_blocks_keeps_the_bound(bits: int, dtype: torc
     packed = pack_codes(tensor, bits, error_bound=bound)
     assert packed is not None
     assert worst_of(tensor, packed, bound) < 1
-    assert len(packed.places) < 0.01 * tensor.numel()
+    assert len(packed.parts[2]) < 0.01 * tensor.numel()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -116,8 +117,8 @@ def test_one_value_that_is_not_finite_spoils_no_neighbour(bits: int, value: floa
     tensor[300] = value
     packed = pack_codes(tensor, bits, error_bound=1.0)
     assert packed is not None
-    assert 300 in packed.places.tolist()
-    assert len(packed.places) <= 2
+    assert 300 in packed.parts[2].tolist()
+    assert len(packed.parts[2]) <= 2
     assert worst_of(tensor, packed, 1.0) < 1
 
 
@@ -126,9 +127,9 @@ def test_a_tensor_with_more_outliers_than_the_plan_saw_overflows() -> None:
     packed = pack_codes(tensor, 8, error_bound=0.02)
     assert packed is not None
     reserved = packed.reserved_bytes
-    assert reserved - packed.device_bytes == 8 * (len(packed.places) // 2 + 64)
+    assert reserved - packed.device_bytes == 8 * (len(packed.parts[2]) // 2 + 64)
     assert pack_codes(tensor, 8, error_bound=0.02, device_bytes_max=reserved) is not None
-    tensor.view(-1)[: len(packed.places) + 65] = torch.nan
+    tensor.view(-1)[: len(packed.parts[2]) + 65] = torch.nan
     assert pack_codes(tensor, 8, error_bound=0.02, device_bytes_max=reserved) is None
     assert pack_codes(torch.zeros(1_000), 8, error_bound=0.02, device_bytes_max=1_000) is None
 
@@ -150,8 +151,7 @@ def test_a_pack_is_a_pure_function_and_does_not_draw() -> None:
     one, other = (pack_codes(tensor, 4, error_bound=0.25) for _ in range(2))
     assert one is not None
     assert other is not None
-    for name in ("codes", "steps", "places", "outliers"):
-        assert torch.equal(getattr(one, name), getattr(other, name))
+    assert all(map(torch.equal, one.parts, other.parts))
     assert torch.equal(state, torch.get_rng_state())
 
 
