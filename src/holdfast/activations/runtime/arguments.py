@@ -3,83 +3,77 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
 
-Form = tuple[Any, ...]
-"""A nested value without tensors: a kind, and the kind's parts."""
-
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    slice,
-    type(...),
-    enum.Enum,
+_DATA = (
+    *(NoneType, bool, int, float, complex, str, bytes, slice, EllipsisType, enum.Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 
 
-def take_apart(value: object, tensors: list[torch.Tensor]) -> Form:
-    """Return the form of a nested value, and add the value's tensors to a list."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return ("tensor", len(tensors) - 1)
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """The place of a tensor in a form: a nested value without tensors."""
+
+    number: int
+    """Number of the tensor."""
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return a nested value with other leaves. Tuples, lists and dicts are new; an instance of a subclass is a leaf."""
     kind = type(value)
     if kind is dict:
-        return ("dict", tuple((key, take_apart(each, tensors)) for key, each in value.items()))  # type: ignore[attr-defined]
-    if kind is list or kind is tuple or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        return ("sequence", kind, tuple(take_apart(each, tensors) for each in value))  # type: ignore[attr-defined]
-    return ("plain" if isinstance(value, (*_PLAIN, torch.Size)) else "object", value)
+        return {key: mapped(each, leaf) for key, each in value.items()}
+    if kind is list or kind is tuple:
+        return kind(mapped(each, leaf) for each in value)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return kind(*(mapped(each, leaf) for each in value))
+    return leaf(value)
 
 
-def put_together(form: Form, tensors: Sequence[Any]) -> Any:
+def take_apart(value: object, tensors: list[torch.Tensor]) -> Any:
+    """Return the form of a nested value, and add the value's tensors to a list."""
+
+    def leaf(each: object) -> object:
+        if not isinstance(each, torch.Tensor):
+            return each
+        tensors.append(each)
+        return TensorPlace(len(tensors) - 1)
+
+    return mapped(value, leaf)
+
+
+def put_together(form: Any, tensors: Sequence[Any]) -> Any:
     """Return the value of a form. Lists and dicts are new, so that a call cannot change those of another call."""
-    if form[0] == "tensor":
-        return tensors[form[1]]
-    if form[0] == "dict":
-        return {key: put_together(each, tensors) for key, each in form[1]}
-    if form[0] == "sequence":
-        parts = [put_together(each, tensors) for each in form[2]]
-        return form[1](*parts) if hasattr(form[1], "_fields") else form[1](parts)
-    return form[1]
+    return mapped(form, lambda each: tensors[each.number] if type(each) is TensorPlace else each)
 
 
-def objects_of(form: Form, place: str = "") -> list[str]:
-    """Return the places of values that are neither data nor containers of data, for example a key-value cache."""
-    if form[0] == "object":
-        return [f"{place} ({type(form[1]).__name__})"]
-    if form[0] == "dict":
-        return [found for key, each in form[1] for found in objects_of(each, str(key))]
-    if form[0] == "sequence":
-        return [
-            found for number, each in enumerate(form[2]) for found in objects_of(each, place or f"argument {number}")
-        ]
-    return []
+def is_data(leaf: object) -> bool:
+    """Return whether a leaf of a form is a tensor or a plain value, and no object such as a key-value cache."""
+    return isinstance(leaf, (TensorPlace, *_DATA))
 
 
-def tensors_of(value: object) -> list[torch.Tensor]:
+def objects_of(form: Any, place: str = "") -> list[str]:
+    """Return the places of leaves that are no data."""
+    if isinstance(form, dict):
+        return [found for key, each in form.items() for found in objects_of(each, str(key))]
+    if isinstance(form, (list, tuple)) and not isinstance(form, torch.Size):
+        parts = enumerate(form)
+        return [found for number, each in parts for found in objects_of(each, place or f"argument {number}")]
+    return [] if is_data(form) else [f"{place} ({type(form).__name__})"]
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors of nested tuples, lists and dicts."""
-    found: list[torch.Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: object, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            _collect(each, found)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _collect(each, found)
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return []
+    return [found for each in value for found in tensors_of(each)]

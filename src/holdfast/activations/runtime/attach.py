@@ -16,7 +16,7 @@ from torch import nn
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import UnitColumn, UnitProfile
-from holdfast.activations.runtime.arguments import Form, put_together, take_apart, tensors_of
+from holdfast.activations.runtime.arguments import put_together, take_apart, tensors_of
 from holdfast.activations.runtime.column_program import ColumnProgram
 from holdfast.activations.runtime.dense import PackedTensor
 from holdfast.activations.runtime.frame import CallFrame, call_storing
@@ -276,6 +276,6 @@ def _traced_apart(unit: nn.Module, forward: Callable[..., Any], args: Any, kwarg
         return trace_call(unit, forward, args, kwargs, is_measured=False)[1]
 
 
-def _call_apart(forward: Callable[..., Any], form: Form, *tensors: torch.Tensor) -> Any:
+def _call_apart(forward: Callable[..., Any], form: Any, *tensors: torch.Tensor) -> Any:
     args, kwargs = put_together(form, tensors)
     return forward(*args, **kwargs)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import ProfilerActivity, profile
 
-from holdfast.activations.runtime.arguments import Form, put_together, tensors_of
+from holdfast.activations.runtime.arguments import put_together, tensors_of
 from holdfast.backends.torch.private_layout import registered
 
 
@@ -41,7 +41,7 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]
     return result, max(accumulate((size for _, size in sorted(events, key=lambda event: event[0])), initial=0))
 
 
-def unit_peak(unit: nn.Module, forward: Callable[..., Any], form: Form, tensors: Sequence[torch.Tensor]) -> int:
+def unit_peak(unit: nn.Module, forward: Callable[..., Any], form: Any, tensors: Sequence[torch.Tensor]) -> int:
     """Return the most bytes of forward and backward above the unit's input, without gradients of parameters.
 
     Gradients, buffers, generators and casts that autocast keeps stay as they are.

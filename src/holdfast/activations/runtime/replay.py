@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.activations.runtime.arguments import put_together, tensors_of
+from holdfast.activations.runtime.arguments import mapped, tensors_of
 from holdfast.activations.runtime.column_program import Act
 from holdfast.activations.runtime.dense import TensorGeometry
 from holdfast.activations.runtime.frame import CallFrame, Hooks, SavedToken
 from holdfast.activations.runtime.op_rules import UNNUMBERED, first_read, written_by
-from holdfast.activations.runtime.traced import TracedOp
+from holdfast.activations.runtime.traced import OpReturn, TracedOp
 from holdfast.backends.torch.private_layout import (
     CAST,
     TorchDispatchMode,
@@ -188,19 +188,18 @@ class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})
 
     def _given(self, op: TracedOp, tensors: Sequence[torch.Tensor]) -> Any:
-        leaves: list[Any] = []
         is_stored = self._is_stored(op)
-        for each in op.returns:
-            if each.kind == "argument":
-                self._versions.append((tensors[each.slot], version_counter(tensors[each.slot])))
-                leaves.append(tensors[each.slot])
-            elif each.geometry is None:
-                leaves.append(each.value)
-            else:
-                storage = self._frame.stored(op.group, each.slot) if is_stored else None
-                geometry = each.geometry
-                leaves.append(self._unwritten_tensor(geometry) if storage is None else geometry.view_of(storage))
-        return put_together(op.form, leaves)
+
+        def given(leaf: OpReturn) -> Any:
+            if leaf.kind == "argument":
+                self._versions.append((tensors[leaf.slot], version_counter(tensors[leaf.slot])))
+                return tensors[leaf.slot]
+            if leaf.geometry is None:
+                return leaf.value
+            storage = self._frame.stored(op.group, leaf.slot) if is_stored else None
+            return self._unwritten_tensor(leaf.geometry) if storage is None else leaf.geometry.view_of(storage)
+
+        return mapped(op.form, given)
 
     def _is_stored(self, op: TracedOp) -> bool:
         return op.group in self._frame.program.actions and op.group not in self._missing and op.is_storable

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from holdfast.activations.runtime.arguments import Form
+from holdfast.activations.runtime.arguments import is_data, mapped
 
 Signature = tuple[Hashable, ...]
 
 
-def signature_of(unit: nn.Module, form: Form, tensors: Sequence[torch.Tensor]) -> Signature:
+def signature_of(unit: nn.Module, form: Any, tensors: Sequence[torch.Tensor]) -> Signature:
     """Return the signature of a call of a unit.
 
     Args:
@@ -56,16 +57,7 @@ def _autocast_of(device: str) -> tuple[object, ...]:
     return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-def _key_of(form: Form) -> Hashable:
+def _key_of(form: Any) -> str:
     """Return a form as a key of a dict. An object counts by its type alone: a plan never runs such a unit again."""
-    if form[0] == "plain":
-        value = form[1]
-        # A slice has no hash before Python 3.12; True equals 1, and NaN equals nothing.
-        return type(value), repr(value)
-    if form[0] == "object":
-        return "object", type(form[1])
-    if form[0] == "dict":
-        return "dict", tuple((key, _key_of(each)) for key, each in form[1])
-    if form[0] == "sequence":
-        return "sequence", form[1], tuple(_key_of(each) for each in form[2])
-    return form
+    # A slice has no hash before Python 3.12; True equals 1, and NaN equals nothing.
+    return repr(mapped(form, lambda each: (type(each), repr(each) if is_data(each) else "object")))

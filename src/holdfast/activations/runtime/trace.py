@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from holdfast.activations.runtime.arguments import objects_of, take_apart, tensors_of
+from holdfast.activations.runtime.arguments import mapped, objects_of, take_apart, tensors_of
 from holdfast.activations.runtime.dense import TensorGeometry, same_bits
 from holdfast.activations.runtime.frame import KeptTensor
 from holdfast.activations.runtime.measure import least_seconds, timed
@@ -77,7 +77,7 @@ def trace_call(
     recorder = _Recorder(unit, list(filter(is_plain, tensors)), rounds=_ROUNDS if is_measured else 1)
     if not tensors or not all(map(is_plain, tensors)):
         recorder.refused = "an argument is no plain tensor" if tensors else "the unit is called without a tensor"
-    if objects := [*objects_of(form[2][0]), *objects_of(form[2][1])]:
+    if objects := [*objects_of(form[0]), *objects_of(form[1])]:
         recorder.why_not = f"the unit's code may change {objects[0]} without an op; pass data alone (use_cache=False)"
     if hooked := [name for name, module in unit.named_modules() if name and has_forward_hooks(module)]:
         recorder.why_not = recorder.why_not or f"hooks of the module {hooked[0]} would see skipped tensors"
@@ -166,9 +166,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for seen in made:
             saved_bytes[seen.group] += seen.bytes if seen.saves else 0
         unstorable = {seen.group for seen in made if not seen.is_read_last or (seen.reads and not seen.saves)}
-        ops = [TracedOp(0, bytes=self._input_bytes, is_needed=0 in needed, is_storable=True)]
+        ops = [TracedOp(0, "input", self._input_bytes, 0.0, (), None, 0 in needed, True, False, False)]
         for op in self._ops:
-            is_base = op.group == op.number
+            is_base = op.base is None
             ops.append(
                 replace(
                     op,
@@ -223,17 +223,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             each.writes, each.is_blank = each.writes + 1, False
         self._ops.append(
             TracedOp(
-                number,
-                func,
-                group,
-                form,
-                returns,
-                tuple(sorted(reads)),
-                sum(each.bytes for each in fresh),
-                seconds,
-                is_view=is_view,
+                number=number,
+                overload=str(func),
+                bytes=sum(each.bytes for each in fresh),
+                seconds=seconds,
+                reads=tuple(sorted(reads)),
+                base=None if group == number else group,
+                is_needed=False,
+                is_storable=False,
                 is_random=is_random,
                 has_effect=has_effect,
+                op=func,
+                form=form,
+                returns=returns,
+                is_view=is_view,
                 has_value=not tensors_of(output) and any(each.value is not None for each in returns),
             )
         )
@@ -246,32 +249,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return form and leaves of a result, whether all tensors show storages of before, and the new storages."""
         leaves: list[OpReturn] = []
         fresh: dict[int, SeenStorage] = {}
-        shown = 0
-        leaf_values: list[Any] = []
-        form = _numbered_form(output, leaf_values)
         changed = {id(self._seen.of(each)): place for place, each in enumerate(tensors) if _is_in(each, written)}
-        for value in leaf_values:
-            if not isinstance(value, torch.Tensor):
-                leaves.append(OpReturn("value", value=value))
-                continue
-            if not self._plain([value]):
-                continue
+
+        def leaf(value: Any) -> OpReturn:
+            if not isinstance(value, torch.Tensor) or not self._plain([value]):
+                return OpReturn("value", value=value)
             known = self._seen.known(value)
             if known is not None and id(known) in changed:
-                leaves.append(OpReturn("argument", slot=changed[id(known)]))
-                continue
+                return OpReturn("argument", slot=changed[id(known)])
             if known is not None and id(known) not in fresh:
-                leaves.append(OpReturn("view"))
-                shown += 1
-                continue
+                return OpReturn("view")
             made = self._seen.of(value)
             if id(made) not in fresh:
                 made.group, made.slot, fresh[id(made)] = number, len(fresh), made
                 made.is_blank = func.overloadpacket.__name__ in BLANKS and made.bytes > 0
-            leaves.append(OpReturn("fresh", slot=made.slot, geometry=TensorGeometry.of(value)))
-        if shown and (fresh or written):
+            return OpReturn("fresh", slot=made.slot, geometry=TensorGeometry.of(value))
+
+        def noted(value: Any) -> OpReturn:
+            leaves.append(leaf(value))
+            return leaves[-1]
+
+        form = mapped(output, noted)
+        is_view = any(each.kind == "view" for each in leaves)
+        if is_view and (fresh or written):
             self._bar(f"{func} returns new tensors and views")
-        return form, tuple(leaves), bool(shown), list(fresh.values())
+        return form, tuple(leaves), is_view, list(fresh.values())
 
     def _group_of(
         self, func: Any, number: int, seen: list[SeenStorage], changed: set[int], *, is_view: bool, is_fresh: bool
@@ -355,14 +357,6 @@ def _source(seen: SeenStorage, geometry: TensorGeometry) -> SavedSource:
     origin = seen.cast_of
     # A cast of a buffer that the unit changes cannot be made again.
     return SavedSource(seen.group, seen.slot, geometry, origin is not None and not origin.writes)
-
-
-def _numbered_form(output: Any, values: list[Any]) -> Any:
-    """Return the form of an op's result, in which every leaf has a number."""
-    if isinstance(output, (tuple, list)):
-        return ("sequence", type(output), tuple(_numbered_form(each, values) for each in output))
-    values.append(output)
-    return ("tensor", len(values) - 1)
 
 
 def _attributes(unit: nn.Module) -> dict[str, object]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from holdfast.activations.profile.unit_profile import Packing, UnitOp, UnitProfile
-from holdfast.activations.runtime.arguments import Form
 from holdfast.activations.runtime.dense import TensorGeometry
 from holdfast.activations.runtime.signature import Signature
 
@@ -31,44 +30,24 @@ class OpReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedOp:
-    """One op of a trace."""
+class TracedOp(UnitOp):
+    """One op of a trace, as a replay follows the op."""
 
-    number: int
-    """Position in the trace; 0 is the unit's input."""
     op: Any = None
     """The op overload; None for the input."""
-    group: int = 0
-    """The op that made the storage which this op shows or changes; the own number for an op that makes storages."""
-    form: Form = ()
-    """Form of the result, with `returns` as leaves."""
+    form: Any = ()
+    """The result, with `returns` as leaves."""
     returns: tuple[OpReturn, ...] = ()
     """Leaves of the result."""
-    reads: tuple[int, ...] = ()
-    """Other groups whose contents the op reads."""
-    bytes: int = 0
-    """Bytes of new storage; of storage that autograd saves, where autograd saves any."""
-    seconds: float = 0.0
-    """Time to run the op."""
     is_view: bool = False
     """Whether the op only makes other tensors of a storage."""
-    is_random: bool = False
-    """Whether the op draws from the default generator."""
-    has_effect: bool = False
-    """Whether the op must not run again: the op changes, or reads, memory that may differ in backward."""
     has_value: bool = False
     """Whether the unit's code receives a value that depends on the content of tensors."""
-    is_needed: bool = False
-    """Whether autograd saves a result of the op, or Python reads its value."""
-    is_storable: bool = False
-    """Whether a replay may give the stored group to all that read the group."""
-    packings: tuple[Packing, ...] = ()
-    """Ways to pack the group's largest saved result."""
 
     @property
-    def overload(self) -> str:
-        """Return the op's full name."""
-        return "input" if self.op is None else str(self.op)
+    def group(self) -> int:
+        """Return the op that made the storage which this op shows or changes: the op itself, if it makes storages."""
+        return self.number if self.base is None else self.base
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,34 +142,18 @@ class UnitTrace:
 
 
 def _profiled(op: TracedOp, offered: Sequence[tuple[Packing, ...]]) -> UnitOp:
-    by_action: dict[str, list[Packing]] = {}
-    for packings in offered:
-        for packing in packings:
-            by_action.setdefault(packing.action, []).append(packing)
-    return UnitOp(
-        number=op.number,
-        overload=op.overload,
-        bytes=op.bytes,
-        seconds=op.seconds,
-        reads=op.reads,
-        base=None if op.group == op.number else op.group,
-        is_needed=op.is_needed,
-        is_storable=op.is_storable,
-        is_random=op.is_random,
-        has_effect=op.has_effect,
-        packings=tuple(_largest(found) for found in by_action.values() if len(found) == len(offered)),
-    )
+    plain = UnitOp(*(getattr(op, each.name) for each in fields(UnitOp)))
+    found = [[each for packings in offered for each in packings if each.action == one.action] for one in offered[0]]
+    return replace(plain, packings=tuple(_largest(same) for same in found if len(same) == len(offered)))
 
 
 def _largest(found: Sequence[Packing]) -> Packing:
     """Return a packing for the contents of several units: the most bytes that one may take, the mean of those taken."""
     device_bytes = max(each.device_bytes for each in found)
-    taken_bytes = sum(each.device_bytes - each.spare_bytes for each in found) // len(found)
-    return Packing(
-        found[0].action,
-        device_bytes,
-        min(each.seconds for each in found),
-        found[0].is_lossy,
-        device_bytes - taken_bytes,
-        max(each.workspace_bytes for each in found),
+    return replace(
+        found[0],
+        device_bytes=device_bytes,
+        seconds=min(each.seconds for each in found),
+        spare_bytes=device_bytes - sum(each.device_bytes - each.spare_bytes for each in found) // len(found),
+        workspace_bytes=max(each.workspace_bytes for each in found),
     )
