@@ -6,7 +6,7 @@ Only `forward` of the instance is replaced. Hooks, FQNs, keys of state dicts and
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -54,7 +54,7 @@ class AttachedUnits:
 
     units: list[nn.Module]
     """The units."""
-    counts: CallCounts = field(default_factory=CallCounts)
+    counts: CallCounts
     """Calls so far."""
 
     def detach(self) -> None:
@@ -84,13 +84,8 @@ def attach(model: nn.Module, programs: Mapping[str, ColumnProgram | PlannedUnit]
     absent = [name for name in programs if name not in modules]
     if absent:
         raise InvalidError(f"the model has no module {first_three(absent)}; expected the model that was fitted")
-    units = {name: modules[name] for name in programs}
-    refuse_managed(units)
-    attached = AttachedUnits(list(units.values()))
-    for name, unit in units.items():
-        managed = _ManagedUnit(name, unit, programs[name], attached.counts)
-        vars(unit)[_FORWARD] = managed.replaced = ReplacedForward(unit, managed.call)
-    return attached
+    counts, units = CallCounts(), {name: modules[name] for name in programs}
+    return _replaced(units, lambda name: _ManagedUnit(name, units[name], programs[name], counts).call, counts)
 
 
 def attach_plan(model: nn.Module, plan: SolvedPlan) -> AttachedUnits:
@@ -113,33 +108,23 @@ class PlannedUnit:
 
     def program(self, trace: UnitTrace) -> ColumnProgram:
         """Return the program of the column for a trace of the class."""
-        actions = dict(self.column.store)
-
-        def packed(tensor: torch.Tensor, group: int) -> PackedTensor | None:
-            op = self.profile.ops[group]
-            most = next(each.device_bytes for each in op.packings if each.action == actions[group])
-            room = most - (op.bytes - tensor.nbytes)
-            return pack(tensor, actions[group], error_bound=self.error_bound, device_bytes_max=room)
-
-        return ColumnProgram(trace, self.column, packed)
+        return ColumnProgram(trace, self.column, self._packed)
 
     def require_same_ops(self, name: str, trace: UnitTrace) -> None:
         """Raise if a trace has other ops than the plan: an InvalidError that names the first one."""
-        found, expected = [op.overload for op in trace.ops], [op.overload for op in self.profile.ops]
-        pairs = enumerate(zip_longest(found, expected, fillvalue="no op"))
-        number, pair = next(((number, pair) for number, pair in pairs if pair[0] != pair[1]), (0, None))
-        if pair is not None:
-            raise InvalidError(
-                f"unit {name}: op {number} is {pair[0]}; expected {pair[1]}. Call the model as in the fit "
-                "first, or fit this model again"
-            )
+        found, expected = ([op.overload for op in ops] for ops in (trace.ops, self.profile.ops))
+        for number, (one, other) in enumerate(zip_longest(found, expected, fillvalue="no op")):
+            if one != other:
+                raise InvalidError(
+                    f"unit {name}: op {number} is {one}; expected {other}. Call the model as in the fit first, or fit "
+                    "this model again"
+                )
 
-
-def refuse_managed(units: Mapping[str, nn.Module]) -> None:
-    """Raise if the forward of a unit is replaced already."""
-    for name, unit in units.items():
-        if isinstance(vars(unit).get(_FORWARD), ReplacedForward):
-            raise InvalidError(f"unit {name} is managed already; expected a plain unit. Call detach() first")
+    def _packed(self, tensor: torch.Tensor, group: int) -> PackedTensor | None:
+        op, action = self.profile.ops[group], dict(self.column.store)[group]
+        most = next(each.device_bytes for each in op.packings if each.action == action)
+        room = most - (op.bytes - tensor.nbytes)
+        return pack(tensor, action, error_bound=self.error_bound, device_bytes_max=room)
 
 
 def trace_units(
@@ -161,11 +146,8 @@ def trace_units(
     """
     traces: dict[str, UnitTrace] = {}
     units = {name: model.get_submodule(name) for name in names}
-    refuse_managed(units)
-    attached = AttachedUnits(list(units.values()))
 
-    def call(name: str, *args: Any, **kwargs: Any) -> Any:
-        plain = vars(units[name])[_FORWARD].plain
+    def call(name: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name in traces or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         is_measured = name in measured
@@ -174,13 +156,24 @@ def trace_units(
         )
         return output
 
+    attached = _replaced(units, lambda name: partial(call, name), CallCounts())
     try:
-        for name, unit in units.items():
-            vars(unit)[_FORWARD] = ReplacedForward(unit, partial(call, name))
         step()
     finally:
         attached.detach()
     return traces
+
+
+def _replaced(
+    units: Mapping[str, nn.Module], call_of: Callable[[str], Callable[..., Any]], counts: CallCounts
+) -> AttachedUnits:
+    """Replace the forward of plain units. A call gets the plain forward, and the arguments."""
+    for name, unit in units.items():
+        if isinstance(vars(unit).get(_FORWARD), ReplacedForward):
+            raise InvalidError(f"unit {name} is managed already; expected a plain unit. Call detach() first")
+    for name, unit in units.items():
+        vars(unit)[_FORWARD] = ReplacedForward(unit, call_of(name))
+    return AttachedUnits(list(units.values()), counts)
 
 
 class ReplacedForward:
@@ -195,22 +188,12 @@ class ReplacedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the unit."""
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the plain forward of the unit's copy."""
-        from copy import deepcopy
-
-        if self.was_own:
-            return deepcopy(self.plain, memo)
-        return getattr(deepcopy(self._unit, memo), _FORWARD)
+        return self._call(self.plain, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Return how to unpickle the plain forward."""
-        if self.was_own:
-            return _same, (self.plain,)
-        # The unit is unpickled first, with the forward of the class alone.
-        return getattr, (self._unit, _FORWARD)
+        """Return how to copy or unpickle the plain forward."""
+        # The unit is copied first, with the forward of the class alone.
+        return (_same, (self.plain,)) if self.was_own else (getattr, (self._unit, _FORWARD))
 
 
 def _same(value: Any) -> Any:
@@ -227,19 +210,16 @@ class _ManagedUnit:
         """The program of each signature so far; None for calls that run plain."""
         if isinstance(program, ColumnProgram):
             self._programs[program.trace.signature] = program
-        self.replaced: ReplacedForward | None = None
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the unit as the program says."""
-        assert self.replaced is not None, "a call comes from the replaced forward"
-        plain = self.replaced.plain
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return plain(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         form = take_apart((args, kwargs), tensors)
         signature = signature_of(self._unit, form, tensors)
-        if signature not in self._programs and len(self._programs) < _SIGNATURES_MAX:
-            self._programs[signature] = self._program_for(plain, args, kwargs)
+        if signature not in self._programs and self._planned and len(self._programs) < _SIGNATURES_MAX:
+            self._programs[signature] = self._program_for(self._planned, plain, args, kwargs)
         program = self._programs.get(signature)
         if program is None:
             self._counts.other += 1
@@ -249,33 +229,30 @@ class _ManagedUnit:
             return plain(*args, **kwargs)
         frame = CallFrame(program, self._name, self._unit)
         call = call_with_replay if program.is_replayed else call_storing
-        output = call(frame, partial(_call_apart, plain, form), tensors)
+
+        def forward(*given: torch.Tensor) -> Any:
+            given_args, given_kwargs = put_together(form, given)
+            return plain(*given_args, **given_kwargs)
+
+        output = call(frame, forward, tensors)
         self._counts.overflows += frame.overflows
         return output
 
-    def _program_for(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> ColumnProgram | None:
+    def _program_for(
+        self, planned: PlannedUnit, plain: Callable[..., Any], args: Any, kwargs: Any
+    ) -> ColumnProgram | None:
         """Return the program of a new signature; None if its trace is not that of the plan.
+
+        The result of the traced call is dropped: memory for one unit. Buffers and generators stay.
 
         Raises:
             InvalidError: The first training call ran other ops than in the fit.
         """
-        if self._planned is None:
-            return None
-        trace = _traced_apart(self._unit, plain, args, kwargs)
-        if trace.fingerprint == self._planned.profile.fingerprint:
-            return self._planned.program(trace)
+        devices = {tensor.device for tensor in tensors_of((args, kwargs)) if tensor.device.type == "cuda"}
+        with copied(self._unit, parameters=False), torch.random.fork_rng(list(devices)):
+            trace = trace_call(self._unit, plain, args, kwargs, is_measured=False)[1]
+        if trace.fingerprint == planned.profile.fingerprint:
+            return planned.program(trace)
         if self._unit.training and not any(self._programs.values()):
-            self._planned.require_same_ops(self._name, trace)
+            planned.require_same_ops(self._name, trace)
         return None
-
-
-def _traced_apart(unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> UnitTrace:
-    """Return the trace of a call whose result is dropped: memory for one unit. Buffers and generators stay."""
-    devices = {tensor.device for tensor in tensors_of((args, kwargs)) if tensor.device.type == "cuda"}
-    with copied(unit, parameters=False), torch.random.fork_rng(list(devices)):
-        return trace_call(unit, forward, args, kwargs, is_measured=False)[1]
-
-
-def _call_apart(forward: Callable[..., Any], form: Any, *tensors: torch.Tensor) -> Any:
-    args, kwargs = put_together(form, tensors)
-    return forward(*args, **kwargs)
