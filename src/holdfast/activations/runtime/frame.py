@@ -133,17 +133,14 @@ class CallFrame:
         self.program, self.name = program, name
         self.passed: list[weakref.ref[PassedTensor] | None] = []
         """Each saved tensor that torch's checkpoint manages; None for the others."""
+        self.overflows = 0
+        """How many groups did not fit a pack."""
         self._missing: set[int] = set()
-        self._strong: dict[tuple[int, int], KeptTensor | PackedStorage] = {}
-        self._weak: dict[tuple[int, int], weakref.ref[KeptTensor | PackedStorage]] | None = None
+        self._stored: dict[tuple[int, int], Callable[[], KeptTensor | PackedStorage | None]] = {}
+        """By group and slot: returns a stored tensor, held strongly or weakly."""
         self._registered = [held for module in unit.modules() for held in registered(module) if held]
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
         self._unit, self._scalars = unit, scalars_of(unit)
-
-    @property
-    def overflows(self) -> int:
-        """Return how many groups did not fit a pack."""
-        return len(self._missing)
 
     def pack(self, tensor: torch.Tensor, hooks: Hooks | None) -> SavedToken:
         """Store a tensor that autograd saves, as the program says.
@@ -161,11 +158,12 @@ class CallFrame:
         expected = len(self.program.trace.saved)
         if len(self.passed) != expected:
             raise self.difference(f"autograd saved {len(self.passed)} tensors", f"{expected} tensors")
-        self._versions = self._present_versions()
+        self._versions = self.registered_versions()
 
-    def registered_storages(self) -> set[int]:
-        """Return the identities of the storages of the unit's parameters and buffers."""
-        return set(self._present_storages())
+    def registered_versions(self) -> list[tuple[int, int]]:
+        """Return identity of the storage, and version, of each parameter and buffer of the unit."""
+        tensors = (each for held in self._registered for each in held.values() if each is not None)
+        return [(storage_identity(each), version_counter(each)) for each in tensors]
 
     def begin_replay(self) -> tuple[tuple[Act, ...], frozenset[int], set[int]]:
         """Return the acts of a replay.
@@ -177,30 +175,26 @@ class CallFrame:
         changed = [after for before, after in scalars if before != after]
         if changed:
             raise self.difference(f"an attribute has changed since forward to {changed[0]}", "equal attributes")
-        missing = set(self._missing)
-        for (group, _), weak in (self._weak or {}).items():
-            if weak() is None:
-                missing.add(group)
+        released = (group for (group, _), stored in self._stored.items() if stored() is None)
+        missing = frozenset(self._missing.union(released))
         # Later replays of one graph run only for tensors that the graph still holds.
         saved = self.program.trace.saved
         alive = (source.group for source, token in zip(saved, self.passed, strict=True) if token and token())
-        acts = self.program.acts(frozenset(filter(None, alive)), frozenset(missing))
-        now = zip(self._present_storages(), self._versions, self._present_versions(), strict=True)
-        return acts, frozenset(missing), {storage for storage, before, after in now if before != after}
+        acts = self.program.acts(frozenset(filter(None, alive)), missing)
+        now = zip(self.registered_versions(), self._versions, strict=True)
+        return acts, missing, {storage for (storage, after), (_, before) in now if before != after}
 
     def stored(self, group: int, slot: int) -> torch.UntypedStorage | None:
         """Return a stored storage for a replay; None without one."""
-        found = self._strong.get((group, slot))
-        if self._weak is not None and (weak := self._weak.get((group, slot))) is not None:
-            found = weak()
+        found = self._found(group, slot)
         return None if found is None else found.storage()
 
     def end_replay(self) -> None:
         """Hold stored tensors weakly from now on."""
-        if self._weak is None:
-            held = self.program.irreplaceable
-            self._weak = {key: weakref.ref(each) for key, each in self._strong.items() if key[0] not in held}
-            self._strong = {key: each for key, each in self._strong.items() if key[0] in held}
+        for key, stored in self._stored.items():
+            found = stored()
+            if key[0] not in self.program.irreplaceable and found is not None:
+                self._stored[key] = weakref.ref(found)
 
     def source(self, index: int, tensor: torch.Tensor) -> SavedSource:
         """Return the source of the saved tensor of a number.
@@ -225,54 +219,37 @@ class CallFrame:
         )
 
     def _token(self, tensor: torch.Tensor, source: SavedSource, hooks: Hooks | None) -> SavedToken:
-        treatment = self.program.treatments[len(self.passed)]
+        treatment, group = self.program.treatments[len(self.passed)], source.group
+        if not group or treatment is Treatment.PASS:
+            return KeptTensor(tensor) if treatment is Treatment.KEEP or hooks is None else PassedTensor(hooks, tensor)
+        first = self._found(group, source.slot)
+        if first is not None and self.program.trace.ops[group].is_storable and not first.shows(tensor):
+            raise self.difference(f"saved tensor {len(self.passed)} has a storage of its own", f"op {group}'s")
         if treatment is Treatment.KEEP:
-            return self._keep(tensor, source)
-        if treatment is Treatment.PACK and source.group not in self._missing:
-            packed = self._pack(tensor, source)
-            if packed is not None:
-                return PackedView(packed, source.geometry)
+            token = KeptTensor(tensor, first if isinstance(first, KeptTensor) else None)
+            self._stored.setdefault((group, source.slot), lambda: token)
+            return token
+        if first is None and group not in self._missing:
+            first = self._pack(tensor, group)
+            self._stored[group, source.slot] = lambda: first
+        if isinstance(first, PackedStorage):
+            return PackedView(first, source.geometry)
         # Without torch's checkpoint no replay can run: a pack that does not fit is kept.
         return KeptTensor(tensor) if hooks is None else PassedTensor(hooks, tensor)
 
-    def _keep(self, tensor: torch.Tensor, source: SavedSource) -> KeptTensor:
-        if not source.group:
-            return KeptTensor(tensor)
-        first = self._strong.get((source.group, source.slot))
-        self._check_same(first, tensor, source)
-        kept = KeptTensor(tensor, first if isinstance(first, KeptTensor) else None)
-        if first is None:
-            self._strong[source.group, source.slot] = kept
-        return kept
-
-    def _pack(self, tensor: torch.Tensor, source: SavedSource) -> PackedStorage | None:
-        group = source.group or 0
-        found = self._strong.get((group, source.slot))
-        self._check_same(found, tensor, source)
-        if isinstance(found, PackedStorage):
-            return found
-        packed = None
+    def _pack(self, tensor: torch.Tensor, group: int) -> PackedStorage | None:
         whole = self.program.packed[group][1].whole(tensor.untyped_storage())
-        if whole is not None:
-            assert self.program.pack is not None, "a program with packed groups has packs"
+        packed = None
+        if whole is not None and self.program.pack is not None:
             with torch.no_grad():
                 packed = self.program.pack(whole, group)
         if packed is None:
             self._missing.add(group)
-            return None
-        self._strong[group, source.slot] = stored = PackedStorage(packed, tensor)
-        return stored
+            self.overflows += 1
+        return None if packed is None else PackedStorage(packed, tensor)
 
-    def _check_same(self, first: KeptTensor | PackedStorage | None, tensor: torch.Tensor, source: SavedSource) -> None:
-        is_storable = self.program.trace.ops[source.group or 0].is_storable
-        if first is not None and is_storable and not first.shows(tensor):
-            raise self.difference(f"saved tensor {len(self.passed)} has a storage of its own", f"op {source.group}'s")
-
-    def _present_storages(self) -> list[int]:
-        return [storage_identity(each) for held in self._registered for each in held.values() if each is not None]
-
-    def _present_versions(self) -> list[int]:
-        return [version_counter(each) for held in self._registered for each in held.values() if each is not None]
+    def _found(self, group: int, slot: int) -> KeptTensor | PackedStorage | None:
+        return stored() if (stored := self._stored.get((group, slot))) else None
 
 
 def call_storing(frame: CallFrame, forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:

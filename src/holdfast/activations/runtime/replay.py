@@ -8,8 +8,8 @@ the same filter, with a dispatch mode that follows the trace op by op.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from holdfast.activations.runtime.arguments import mapped, tensors_of
 from holdfast.activations.runtime.column_program import Act
 from holdfast.activations.runtime.dense import TensorGeometry
-from holdfast.activations.runtime.frame import CallFrame, Hooks, SavedToken
+from holdfast.activations.runtime.frame import CallFrame, Hooks
 from holdfast.activations.runtime.op_rules import UNNUMBERED, first_read, written_by
 from holdfast.activations.runtime.traced import OpReturn, TracedOp
 from holdfast.backends.torch.private_layout import (
@@ -55,82 +55,68 @@ def _filtered(frame: CallFrame) -> Iterator[None]:
     """Store saved tensors in a frame, inside the hooks of torch's checkpoint."""
     outer = top_saved_tensors_hooks()
     assert outer is not None, "torch's checkpoint has pushed its hooks"
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: frame.pack(tensor, outer), _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(partial(frame.pack, hooks=outer), lambda token: token.unpack()):
         yield
     frame.end_forward()
 
 
-def _unpack(token: SavedToken) -> torch.Tensor:
-    return token.unpack()
-
-
 class _ReplayContext(AbstractContextManager[None]):
-    """The context of each replay of a frame."""
+    """The context of each replay of a frame: torch enters one context several times."""
 
     def __init__(self, frame: CallFrame) -> None:
         self._frame = frame
-        self._stack = ExitStack()
 
     def __enter__(self) -> None:
         """Begin a replay."""
-        outer = top_saved_tensors_hooks()
-        assert outer is not None, "torch's checkpoint has pushed its hooks"
-        with ExitStack() as stack:
-            stack.callback(self._frame.end_replay)
-            mode = _ReplayMode(self._frame)
-            stack.callback(mode.restore_versions)
-            hooks = _ReplayHooks(self._frame, mode, outer)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack))
-            stack.enter_context(mode)
-            self._stack = stack.pop_all()
+        self._replay = _replaying(self._frame)
+        self._replay.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """End a replay: after the last op, by torch's early stop or by an error."""
-        self._stack.__exit__(kind, error, trace)
+        self._replay.__exit__(*error)
 
 
-class _ReplayHooks:
-    """Hands to torch exactly the saved tensors that the forward handed to torch."""
+@contextmanager
+def _replaying(frame: CallFrame) -> Iterator[None]:
+    outer = top_saved_tensors_hooks()
+    assert outer is not None, "torch's checkpoint has pushed its hooks"
+    try:
+        mode = _ReplayMode(frame, outer)
+        try:
+            # The unit's own code could run a backward of the replay's graph.
+            with torch.autograd.graph.saved_tensors_hooks(mode.pack, lambda tensor: tensor), mode:
+                yield
+        finally:
+            mode.restore_versions()
+    finally:
+        frame.end_replay()
 
-    def __init__(self, frame: CallFrame, mode: _ReplayMode, outer: Hooks) -> None:
-        self._frame, self._mode, self._outer = frame, mode, outer
+
+class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the trace: gives stored tensors, skips ops without readers, runs the rest."""
+
+    def __init__(self, frame: CallFrame, outer: Hooks) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._frame, self._trace, self._outer = frame, frame.program.trace, outer
+        self._acts, self._missing, self._changed = frame.begin_replay()
+        self._number = 0
+        self._scratch: dict[torch.device, torch.UntypedStorage] = {}
+        self._unwritten: set[int] = set()
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._registered = {storage for storage, _ in frame.registered_versions()}
         self._index = 0
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Take a tensor that autograd saves in the replay's own graph."""
+        """Hand to torch exactly the saved tensors that the forward handed to torch, from the replay's own graph."""
         index, self._index = self._index, self._index + 1
         self._frame.source(index, tensor)
         token = self._frame.passed[index]
         if token is None:
             # A result that its own op saves would hold itself through its history.
             return tensor.detach() if tensor.requires_grad else tensor
-        if self._mode.is_unwritten(tensor) and token() is not None:
+        if storage_identity(tensor) in self._unwritten and token() is not None:
             raise self._frame.difference(f"saved tensor {index} was not run", "a tensor that the replay runs")
         return self._outer[0](tensor)
-
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor, should the unit's own code run a backward of the replay's graph."""
-        return tensor
-
-
-class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the trace: gives stored tensors, skips ops without readers, runs the rest."""
-
-    def __init__(self, frame: CallFrame) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._frame, self._trace = frame, frame.program.trace
-        self._acts, self._missing, self._changed = frame.begin_replay()
-        self._number = 0
-        self._scratch: dict[torch.device, torch.UntypedStorage] = {}
-        self._unwritten: set[int] = set()
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self._registered = frame.registered_storages()
-
-    def is_unwritten(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor shows memory that no op has written."""
-        return storage_identity(tensor) in self._unwritten
 
     def restore_versions(self) -> None:
         """Give tensors that skipped ops would have changed the versions of before: autograd has counted the ops."""
@@ -179,7 +165,9 @@ class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = {id(each) for each in written_by(func, args, kwargs)}
 
         def replaced(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or (id(value) not in written and not self.is_unwritten(value)):
+            if not isinstance(value, torch.Tensor) or (
+                id(value) not in written and storage_identity(value) not in self._unwritten
+            ):
                 return value
             # Of the same strides, which decide how some kernels draw. A probability of 0 passes all checks.
             spare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
