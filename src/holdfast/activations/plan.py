@@ -102,7 +102,7 @@ class ActivationPlan:
             UnavailableError: The file cannot be written.
             InvalidError: scipy is missing, and the plan has no curve yet.
         """
-        from holdfast.activations.solve.curve import curve_of
+        from holdfast.activations.solve.solve import curve_of
 
         write_plan(replace(self.solved, curve=self.solved.curve or curve_of(self.solved)), path)
 

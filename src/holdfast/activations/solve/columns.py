@@ -16,7 +16,6 @@ from holdfast.activations.profile.unit_profile import UnitColumn, UnitProfile
 from holdfast.activations.solve.mixed_program import MixedProgram
 from holdfast.activations.solve.storages import TracedStorage, storages_of
 from holdfast.activations.solve.timeline import forward_workspace, may_overflow
-from holdfast.errors import InvalidError
 
 LINEAR_BUDGETS, GEOMETRIC_BUDGETS = 33, 17
 """Budgets of the sweep. Geometric steps are dense near the least budget, where columns differ most."""
@@ -42,16 +41,11 @@ def columns_of(unit: UnitProfile, error_bound: float) -> tuple[UnitColumn, ...]:
         error_bound: Largest relative error of a stored element. At 0 no lossy packing has a variable: the solver's
             tolerance would choose one whose error a row bounds by 0.
     Raises:
-        InvalidError: scipy is missing, or the trace has no op for the unit's input.
+        InvalidError: scipy is missing.
     """
-    if not unit.ops or unit.ops[0].overload != "input":
-        raise InvalidError(f"units {unit.units[:1]}: expected a trace that begins with the unit's input")
     storages = storages_of(unit, allow_lossy=error_bound > 0)
-    found = [keep_all(unit)]
-    if (recomputed := whole_recompute(unit)) is not None:
-        found.append(recomputed)
-    found += _UnitProgram(unit, storages).sweep()
-    return _undominated(found)
+    found = [keep_all(unit), whole_recompute(unit), *_UnitProgram(unit, storages).sweep()]
+    return _undominated(filter(None, found))
 
 
 def keep_all(unit: UnitProfile) -> UnitColumn:
@@ -109,10 +103,7 @@ def column_from(
         draw=draw,
         device_bytes=sum(stored.values()) + (0 if run else unit.cast_bytes),
         seconds=seconds,
-        forward_workspace_bytes=unit.cast_bytes
-        + forward_workspace(
-            unit, storages.values(), stored, {base: packing.workspace_bytes for base, packing in packed.items()}
-        ),
+        forward_workspace_bytes=unit.cast_bytes + forward_workspace(unit, storages.values(), stored, packed),
         backward_workspace_bytes=_backward_workspace(unit, storages, store, is_replayed=bool(run)),
         is_lossy=any(packing.is_lossy for packing in packed.values()),
         spare_bytes=sum(packing.spare_bytes for packing in packed.values()),
@@ -161,6 +152,8 @@ class _UnitProgram:
     program: MixedProgram = field(default_factory=MixedProgram)
     stored: dict[tuple[int, str], int] = field(default_factory=dict)
     """Variable of each base and action."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each of these variables."""
     run: dict[int, int] = field(default_factory=dict)
     """Variable of each base that may run again."""
 
@@ -171,12 +164,12 @@ class _UnitProgram:
         self._add_rows(replays)
         self._add_draws()
         self._add_overflows()
-        sizes = {variable: self._bytes_of(*key) for key, variable in self.stored.items()}
         most = keep_all(self.unit).device_bytes
-        if not sizes or not most:
+        if not self.sizes or not most:
             return []
-        budget_row = self.program.row((variable, size / most) for variable, size in sizes.items())
-        least = self._least_bytes({variable: size / most for variable, size in sizes.items()})
+        sizes = {variable: size / most for variable, size in self.sizes.items()}
+        budget_row = self.program.row(sizes.items())
+        least = self._least_bytes(sizes)
         if least is None:
             return []
         linear = np.linspace(least, 1.0, LINEAR_BUDGETS)
@@ -195,18 +188,13 @@ class _UnitProgram:
         whole = sum(storage.seconds for storage in self.storages.values()) + REPLAY_SECONDS
         return seconds / whole * 1e3
 
-    def _bytes_of(self, base: int, action: str) -> int:
-        storage = self.storages[base]
-        packed = (each.device_bytes for each in storage.packings if each.action == action)
-        return storage.bytes if action == "keep" else next(packed)
-
     def _add_variables(self) -> None:
         for base, storage in self.storages.items():
-            if storage.is_storable:
-                self.stored[base, "keep"] = self.program.variable(self._scaled(HOOK_SECONDS))
-            for packing in storage.packings:
-                cost = self._scaled(HOOK_SECONDS + packing.seconds)
-                self.stored[base, packing.action] = self.program.variable(cost)
+            ways = [("keep", storage.bytes, 0.0)] if storage.is_storable else []
+            ways += [(each.action, each.device_bytes, each.seconds) for each in storage.packings]
+            for action, size, seconds in ways:
+                self.stored[base, action] = variable = self.program.variable(self._scaled(HOOK_SECONDS + seconds))
+                self.sizes[variable] = size
             if self.unit.is_replayable and base != 0 and not storage.is_kept:
                 self.run[base] = self.program.variable(self._scaled(storage.seconds + _RUN_SECONDS))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from holdfast.activations.profile.solved_plan import CurvePoint, SolvedPlan
 from holdfast.activations.profile.unit_profile import UnitColumn, UnitProfile
@@ -91,21 +91,15 @@ def summary_of(plan: SolvedPlan) -> PlanSummary:
     profile = plan.profile
     moments = step_moments(profile, chosen_columns(profile, plan.columns, plan.choice), is_full=False)
     peak = max(moments, key=lambda each: each.bytes)
+    same = {each.name: getattr(plan, each.name) for each in fields(PlanSummary) if hasattr(plan, each.name)}
     return PlanSummary(
-        budget_bytes=plan.budget_bytes,
-        error_bound=plan.error_bound,
+        **same,
         keep_all_peak_bytes=profile.keep_all_peak_bytes,
-        predicted_peak_bytes=plan.predicted_peak_bytes,
-        measured_peak_bytes=plan.measured_peak_bytes,
-        predicted_slowdown=plan.predicted_slowdown,
-        measured_slowdown=plan.measured_slowdown,
-        gradient_errors=plan.gradient_errors,
         outside_bytes=profile.outside_bytes,
         peak_unit=profile.order[peak.unit][0],
         peak_phase=peak.phase,
         uses=tuple(_uses(plan)),
         moments=tuple(moments),
-        curve=plan.curve,
     )
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
 from holdfast.activations.solve.mixed_program import MixedProgram
@@ -45,10 +43,8 @@ def choose(
     free = memory_bytes - profile.outside_bytes
     if free <= 0:
         return None, 0.0
-    program = _ModelProgram.of(profile, columns, scale=free)
-    values, gap = program.solved()
-    if values is not None:
-        choice = program.choice(values)
+    choice, gap = _solved(profile, columns, scale=free)
+    if choice is not None:
         added = sum(column.seconds for column in chosen_columns(profile, columns, choice))
         return choice, gap * (STEP_SHARE + added / profile.step_seconds)
     if gap == 0:
@@ -71,11 +67,9 @@ def chosen_columns(
 
 
 def _least_choice(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> tuple[int, ...]:
-    scale = max(profile.keep_all_peak_bytes, 1)
-    program = _ModelProgram.of(profile, columns, scale=scale, is_peak_variable=True)
-    values, _ = program.solved()
-    if values is not None:
-        return program.choice(values)
+    choice, _ = _solved(profile, columns, scale=max(profile.keep_all_peak_bytes, 1), is_peak_variable=True)
+    if choice is not None:
+        return choice
     smallest = [min(range(len(each)), key=lambda index: each[index].device_bytes) for each in columns]
     return tuple(smallest[kind] for _, kind in profile.order)
 
@@ -87,71 +81,52 @@ def _sum(program: MixedProgram, terms: Sequence[tuple[int, float]]) -> list[tupl
     return [(variable, 1.0)]
 
 
-@dataclass(slots=True)
-class _ModelProgram:
-    """The MILP of the model. Bytes are in units of `scale`."""
+def _solved(
+    profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]], *, scale: int, is_peak_variable: bool = False
+) -> tuple[tuple[int, ...] | None, float]:
+    """Return the column of each unit and the gap, as `MixedProgram.minimum` does. Bytes are in units of `scale`.
 
-    program: MixedProgram
-    choices: list[range]
-    """Variables of each unit's columns."""
+    The stored bytes after each unit are variables: rows over all earlier units are dense.
 
-    @classmethod
-    def of(
-        cls,
-        profile: ModelProfile,
-        columns: Sequence[Sequence[UnitColumn]],
-        *,
-        scale: int,
-        is_peak_variable: bool = False,
-    ) -> _ModelProgram:
-        """Return the program. The stored bytes after each unit are variables: rows over all earlier units are dense.
-
-        Args:
-            profile: The measured model.
-            columns: Columns of each class.
-            scale: Bytes that every moment may take outside `outside_bytes`, if the peak is no variable.
-            is_peak_variable: Minimise the peak instead of the time.
-        """
-        program, choices = MixedProgram(), []
-        peak = [(program.variable(1.0, inf, is_whole=False), -1.0)] if is_peak_variable else []
-        room = 0.0 if is_peak_variable else 1.0 - _TOLERANCE
-        slowest = max((column.seconds for each in columns for column in each), default=0.0) or 1.0
-        if not is_peak_variable:
-            program.row([(program.variable(STEP_SHARE * profile.step_seconds / slowest), 1)], least=1)
-        before: list[tuple[int, float]] = []
-        casts: list[tuple[int, float]] = []
-        for unit, (_, kind) in enumerate(profile.order):
-            options, gradients = columns[kind], profile.gradient_bytes[unit] / scale
-            costs = [0.0 if is_peak_variable else each.seconds / slowest + _TIE * at for at, each in enumerate(options)]
-            first = len(program.costs)
-            choices.append(range(first, first + len(options)))
-            for cost in costs:
-                program.variable(cost)
-            program.row([(variable, 1.0) for variable in choices[-1]], least=1, most=1)
-            after = _sum(
-                program, [*before, *((first + at, each.device_bytes / scale) for at, each in enumerate(options))]
-            )
-            forward = [(first + at, each.forward_workspace_bytes / scale) for at, each in enumerate(options)]
-            program.row([*before, *casts, *forward, *peak], most=room)
-            if any(each.forward_cast_bytes for each in options):
-                more = [(first + at, each.forward_cast_bytes / scale) for at, each in enumerate(options)]
-                casts = _sum(program, [*casts, *more])
-            backward = [(first + at, each.backward_workspace_bytes / scale) for at, each in enumerate(options)]
-            program.row([*after, *backward, *peak], most=room - gradients)
-            overflow = overflow_bytes(profile.classes[kind]) / scale
-            packs = [(first + at, overflow) for at, each in enumerate(options) if may_overflow(each)]
-            if packs:
-                # The gradients count only where a pack was chosen: without one the row must not bind.
-                packs = [(variable, size + gradients) for variable, size in packs]
-                program.row([*before, *packs, *peak], most=room)
-            before = after
-        program.row([*before, *casts, *peak], most=room - profile.loss_workspace_bytes / scale)
-        return cls(program, choices)
-
-    def solved(self) -> tuple[NDArray[np.float64] | None, float]:
-        """Return the values of all variables and the gap, as `MixedProgram.minimum` does."""
-        return self.program.minimum(gap=GAP, seconds=SECONDS_MAX)
-
-    def choice(self, values: NDArray[np.float64]) -> tuple[int, ...]:
-        """Return the index of each unit's column."""
-        return tuple(int(np.argmax(values[each.start : each.stop])) for each in self.choices)
+    Args:
+        profile: The measured model.
+        columns: Columns of each class.
+        scale: Bytes that every moment may take outside `outside_bytes`, if the peak is no variable.
+        is_peak_variable: Minimise the peak instead of the time.
+    """
+    program = MixedProgram()
+    choices: list[list[int]] = []
+    peak = [(program.variable(1.0, inf, is_whole=False), -1.0)] if is_peak_variable else []
+    room = 0.0 if is_peak_variable else 1.0 - _TOLERANCE
+    slowest = max((column.seconds for each in columns for column in each), default=0.0) or 1.0
+    if not is_peak_variable:
+        program.row([(program.variable(STEP_SHARE * profile.step_seconds / slowest), 1)], least=1)
+    before: list[tuple[int, float]] = []
+    casts: list[tuple[int, float]] = []
+    for unit, (_, kind) in enumerate(profile.order):
+        options, gradients = columns[kind], profile.gradient_bytes[unit] / scale
+        costs = [0.0 if is_peak_variable else each.seconds / slowest + _TIE * at for at, each in enumerate(options)]
+        variables = [program.variable(cost) for cost in costs]
+        choices.append(variables)
+        program.row([(variable, 1.0) for variable in variables], least=1, most=1)
+        device, forward, backward, cast = (
+            [
+                (variable, getattr(each, f"{name}_bytes") / scale)
+                for variable, each in zip(variables, options, strict=True)
+            ]
+            for name in ("device", "forward_workspace", "backward_workspace", "forward_cast")
+        )
+        after = _sum(program, [*before, *device])
+        program.row([*before, *casts, *forward, *peak], most=room)
+        if any(size for _, size in cast):
+            casts = _sum(program, [*casts, *cast])
+        program.row([*after, *backward, *peak], most=room - gradients)
+        # The gradients count only where a pack was chosen: without one the row must not bind.
+        overflow = overflow_bytes(profile.classes[kind]) / scale + gradients
+        packs = [(variable, overflow) for variable, each in zip(variables, options, strict=True) if may_overflow(each)]
+        if packs:
+            program.row([*before, *packs, *peak], most=room)
+        before = after
+    program.row([*before, *casts, *peak], most=room - profile.loss_workspace_bytes / scale)
+    values, gap = program.minimum(gap=GAP, seconds=SECONDS_MAX)
+    return None if values is None else tuple(int(np.argmax(values[each])) for each in choices), gap

@@ -1,11 +1,11 @@
-"""Solves the problem of a model: columns of each class, then the choice for each unit."""
+"""Solves the problem of a model: columns of each class, then the choice for each unit; also for other budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, floor
 
-from holdfast.activations.profile.solved_plan import SolvedPlan
+from holdfast.activations.profile.solved_plan import CurvePoint, SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
 from holdfast.activations.solve.columns import columns_of
 from holdfast.activations.solve.master import choose, chosen_columns, least_peak
@@ -14,6 +14,9 @@ from holdfast.errors import InvalidError, shown_bytes
 
 RESERVE = 0.005
 """Share of the budget that stays free, at least: predicted peaks are wrong by a part of a percent."""
+
+CURVE_BUDGETS = 12
+"""Budgets of the curve of a plan."""
 
 
 def all_columns(profile: ModelProfile, error_bound: float) -> tuple[tuple[UnitColumn, ...], ...]:
@@ -81,6 +84,24 @@ def least_budget(peak_bytes: int, reserve: float) -> int:
     """Return the least budget whose memory without the reserve holds a peak."""
     budget = int(peak_bytes / (1 - reserve) * (1 + 5e-6))
     return budget + 2
+
+
+def curve_of(plan: SolvedPlan) -> tuple[CurvePoint, ...]:
+    """Return the curve from the least feasible budget up to the fastest plan, smallest peak first.
+
+    Budgets with the same plan give one point.
+
+    Raises:
+        InvalidError: scipy is missing.
+    """
+    profile, columns = plan.profile, plan.columns
+    least = least_budget(least_peak(profile, columns).bytes, 0.0)
+    fastest = chosen_columns(profile, columns, [0] * len(profile.order))
+    step = max(least_budget(step_peak(profile, fastest).bytes, 0.0) - least, 0) / (CURVE_BUDGETS - 1)
+    budgets = (least + int(number * step) for number in range(CURVE_BUDGETS))
+    plans = (solve(profile, columns, budget, error_bound=plan.error_bound, reserve=0.0) for budget in budgets)
+    points = {CurvePoint(each.predicted_peak_bytes, each.predicted_slowdown) for each in plans}
+    return tuple(sorted(points, key=lambda each: (each.peak_bytes, each.slowdown)))
 
 
 def _too_small(

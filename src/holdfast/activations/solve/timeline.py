@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn, UnitProfile
+from holdfast.activations.profile.unit_profile import ModelProfile, Packing, UnitColumn, UnitProfile
 from holdfast.activations.solve.storages import TracedStorage
 
 
@@ -13,7 +13,7 @@ def forward_workspace(
     unit: UnitProfile,
     storages: Iterable[TracedStorage],
     stored_bytes: Mapping[int, int],
-    packing_bytes: Mapping[int, int],
+    packed: Mapping[int, Packing],
 ) -> int:
     """Return the peak of a unit's forward: the unit's input, outputs until their last reader, and stored bytes.
 
@@ -23,7 +23,7 @@ def forward_workspace(
         unit: The class of units.
         storages: Storages of the unit, in the order of the trace.
         stored_bytes: By base: bytes that stay; the bytes of the storage itself if the storage is kept.
-        packing_bytes: By base: temporary bytes of packing the storage.
+        packed: By base: how the storage is packed.
     """
     storages = list(storages)
     last_reader: dict[int, int] = {}
@@ -41,9 +41,9 @@ def forward_workspace(
             change[last_reader[each.base] + 1] -= each.bytes
     # Autograd saves, and so packs, the tensors that an op reads before the op runs.
     packed_at: dict[int, int] = {}
-    for base, size in packing_bytes.items():
+    for base, packing in packed.items():
         reader = min((op.number for op in unit.ops[base + 1 :] if base in op.reads), default=base + 1)
-        packed_at[reader - 1] = max(packed_at.get(reader - 1, 0), size)
+        packed_at[reader - 1] = max(packed_at.get(reader - 1, 0), packing.workspace_bytes)
     peak = live = 0
     for number, bytes_more in enumerate(change[:-1]):
         live += bytes_more

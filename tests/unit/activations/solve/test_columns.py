@@ -17,7 +17,6 @@ from holdfast.activations.solve.columns import (
     keep_all,
     whole_recompute,
 )
-from holdfast.errors import InvalidError
 from tests.unit.activations.solve.traces import MIB, drawn_unit, draws, op, rejects, unit
 
 
@@ -233,8 +232,3 @@ def test_no_column_is_dominated() -> None:
                 and fast.backward_workspace_bytes <= slow.backward_workspace_bytes
                 and all(action == "keep" for _, action in fast.store)
             )
-
-
-def test_a_trace_without_input_is_refused() -> None:
-    with pytest.raises(InvalidError, match="begins with the unit's input"):
-        columns_of(unit([op(1)]), 0.0)

@@ -11,11 +11,10 @@ import pytest
 
 from holdfast.activations.profile.unit_profile import ModelProfile, Packing, UnitColumn
 from holdfast.activations.solve.columns import columns_of
-from holdfast.activations.solve.curve import CURVE_BUDGETS, curve_of
 from holdfast.activations.solve.explain import explained, summary_of
 from holdfast.activations.solve.master import GAP, STEP_SHARE, chosen_columns, least_peak
 from holdfast.activations.solve.mixed_program import MixedProgram
-from holdfast.activations.solve.solve import RESERVE, all_columns, solve, solve_again
+from holdfast.activations.solve.solve import CURVE_BUDGETS, RESERVE, all_columns, curve_of, solve, solve_again
 from holdfast.activations.solve.storages import storages_of
 from holdfast.activations.solve.timeline import forward_workspace, may_overflow, step_peak
 from holdfast.errors import InvalidError
@@ -172,7 +171,10 @@ def test_the_forward_holds_the_input_live_outputs_and_stored_bytes() -> None:
     assert forward_workspace(profile, storages.values(), {}, {}) == (1 + 4 + 3) * MIB
     assert forward_workspace(profile, storages.values(), {1: MIB}, {}) == (1 + 5 + 3) * MIB
     # Packing takes memory before op 2 runs, when the pack exists.
-    assert forward_workspace(profile, storages.values(), {1: MIB}, {1: 5 * MIB}) == (1 + 4 + 1 + 5) * MIB
+    assert (
+        forward_workspace(profile, storages.values(), {1: MIB}, {1: Packing("bits", MIB, 0.0, workspace_bytes=5 * MIB)})
+        == (1 + 4 + 1 + 5) * MIB
+    )
     assert forward_workspace(profile, storages.values(), {1: 4 * MIB, 2: 3 * MIB}, {}) == (1 + 4 + 3 + 1) * MIB
 
 
