@@ -14,7 +14,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -98,9 +97,7 @@ class FitRanks:
         """Return this object."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Fail every rank if this rank failed.
 
         Raises:
@@ -127,13 +124,11 @@ class FitRanks:
 
     def _absent(self) -> list[int]:
         """Return the ranks that have not come to this phase."""
-        phase = str(self._phase).encode()
-        marks = {rank: self._mark(rank) for rank in range(self._comm.world_size)}
-        return [
-            rank
-            for rank, mark in marks.items()
-            if not self._store.present(mark) or self._store.get_many([mark], _STORE_SECONDS) != [phase]
-        ]
+        phase = [str(self._phase).encode()]
+        marks = [self._mark(rank) for rank in range(self._comm.world_size)]
+        came = {each for each in marks if self._store.present(each)}
+        came = {each for each in came if self._store.get_many([each], _STORE_SECONDS) == phase}
+        return [rank for rank, mark in enumerate(marks) if mark not in came]
 
 
 def _decoded(data: bytes, kind: type[T]) -> T:

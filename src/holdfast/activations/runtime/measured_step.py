@@ -6,12 +6,12 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from math import sqrt
 from statistics import fmean
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -67,18 +67,16 @@ class MeasuredModel:
             )
         model, wrapper = inside_ddp(model), model
         compiled = [each for each in model.modules() if original_of(each) is not None or is_wrapper(each)]
-        if compiled or isinstance(model, nn.DataParallel):
-            kind = type((compiled or [model])[0]).__qualname__
-            raise InvalidError(
-                f"model: is a {kind}; expected a plain module, DDP or FSDP2. Fit the module inside, uncompiled"
-            )
+        kind = type((compiled or [model])[0]).__qualname__
+        _require(
+            not compiled and not isinstance(model, nn.DataParallel),
+            f"model: is a {kind}; expected a plain module, DDP or FSDP2. Fit the module inside, uncompiled",
+        )
         self._model, self._step, self._agree, self._is_ddp = model, step, agree, model is not wrapper
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        held = next((name for name, each in self._parameters.items() if each.grad is not None), None)
-        if held is not None:
-            raise InvalidError(f"{held}: has a gradient; expected none before a fit. Call model.zero_grad()")
-        if not self._parameters:
-            raise InvalidError("model: has no parameter that requires a gradient; expected one that trains")
+        held = [name for name, each in self._parameters.items() if each.grad is not None]
+        _require(not held, f"{first_three(held)}: has a gradient; expected none before a fit. Call model.zero_grad()")
+        _require(self._parameters, "model: has no parameter that requires a gradient; expected one that trains")
         self._names = units_of(model, units)
         self._require_whole_units()
         self._device = next(iter(self._parameters.values())).device
@@ -94,11 +92,11 @@ class MeasuredModel:
         for name in self._names:
             modules = self._model.get_submodule(name).named_modules(prefix=name)
             inner = [key for key, each in modules if key != name and isinstance(each, FSDPModule)]
-            if inner:
-                raise InvalidError(
-                    f"unit {name}: contains {first_three(inner)}, which fully_shard gathers inside the unit; expected "
-                    "units that are gathered as a whole. Name these modules in units="
-                )
+            _require(
+                not inner,
+                f"unit {name}: contains {first_three(inner)}, which fully_shard gathers inside the unit; expected "
+                "units that are gathered as a whole. Name these modules in units=",
+            )
 
     def __enter__(self) -> MeasuredModel:
         """Note buffers and generators."""
@@ -111,9 +109,7 @@ class MeasuredModel:
         self._drawn_on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore buffers, generators and gradients."""
         if self._shows_progress and self.steps:
             sys.stderr.write("\n")
@@ -130,16 +126,13 @@ class MeasuredModel:
             self._run()
         self._loss = self._run()
         self._gradients = self._taken()
-        if self._run() != self._loss:
-            raise InvalidError(
-                "step: gave another loss the second time; expected the same batch each time. Take the batch outside"
-            )
+        repeats = "step: gave another loss the second time; expected the same batch each time. Take the batch outside"
+        _require(self._run() == self._loss, repeats)
         self._require_equal("in a second plain step; expected kernels that repeat. Try use_deterministic_algorithms")
         self._traces = traces = trace_units(self._model, self._names, self._run)
         order = [name for name in traces if not traces[name].refused]
-        if not order:
-            why = next((f"{name}: {each.refused}" for name, each in traces.items()), "no unit was called")
-            raise InvalidError(f"units: no plan can manage one; expected plain modules. {why}")
+        why = next((f"{name}: {each.refused}" for name, each in traces.items()), "no unit was called")
+        _require(order, f"units: no plan can manage one; expected plain modules. {why}")
         classes: dict[str, list[str]] = {}
         for name in order:
             classes.setdefault(traces[name].fingerprint, []).append(name)
@@ -171,8 +164,8 @@ class MeasuredModel:
             InvalidError: The loss, a buffer, or without lossy packs a gradient differs from the plain step.
         """
         with self._under(plan.profile, plan.column_of, plan.error_bound):
-            if self._run() != self._loss:
-                raise InvalidError("the planned step gave another loss than the plain one; exclude units with units=")
+            changed = "the planned step gave another loss than the plain one; exclude units with units="
+            _require(self._run() == self._loss, changed)
             is_lossy = any(plan.column_of(unit).is_lossy for unit in range(len(plan.choice)))
             where = "under the plan; expected the plain gradient. Exclude the unit with units="
             self._require_equal(where, among=_BUFFER if is_lossy else "")
@@ -229,12 +222,10 @@ class MeasuredModel:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not bool(torch.isfinite(loss.detach()).all()):
             raise InvalidError(f"step: returned {str(loss)[:80]}; expected a finite loss, a tensor of one element")
         changed = [name for name, each in self._parameters.items() if before[name] != version_counter(local_of(each))]
-        if changed:
-            raise InvalidError(
-                f"step: changed {first_three(changed)}; expected forward and backward alone. Step no optimizer in it"
-            )
-        if all(each.grad is None for each in self._parameters.values()):
-            raise InvalidError("step: left no gradient; expected loss.backward() in it")
+        alone = f"step: changed {first_three(changed)}; expected forward and backward alone. Step no optimizer in it"
+        _require(not changed, alone)
+        has_gradient = any(each.grad is not None for each in self._parameters.values())
+        _require(has_gradient, "step: left no gradient; expected loss.backward() in it")
         return float(loss.detach())
 
     def _seconds(self) -> tuple[float, dict[str, float]]:
@@ -263,8 +254,7 @@ class MeasuredModel:
         """Return copies of all gradients in host memory, and those of buffers."""
         tensors = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
         sparse = [name for name, each in tensors.items() if local_of(each).layout is not torch.strided]
-        if sparse:
-            raise InvalidError(f"{first_three(sparse)}: has a sparse gradient; expected dense ones. Use sparse=False")
+        _require(not sparse, f"{first_three(sparse)}: has a sparse gradient; expected dense ones. Use sparse=False")
         tensors |= {f"{_BUFFER}{name}": each for name, each in self._model.named_buffers()}
         return {name: local_of(each).detach().cpu().clone() for name, each in tensors.items()}
 
@@ -276,12 +266,9 @@ class MeasuredModel:
             among: Start of the names that count: `_BUFFER` for buffers alone.
         """
         found, plain = self._taken(), self._gradients
-        names = sorted(name for name in found.keys() | plain.keys() if name.startswith(among))
-        different = [
-            name for name in names if name not in found or name not in plain or not same_bits(found[name], plain[name])
-        ]
-        if different:
-            raise InvalidError(f"{first_three(different)}: got another gradient {where}")
+        both = {name for name in found.keys() & plain.keys() if same_bits(found[name], plain[name])}
+        different = sorted(name for name in (found.keys() | plain.keys()) - both if name.startswith(among))
+        _require(not different, f"{first_three(different)}: got another gradient {where}")
 
     def _gradient_errors(self) -> tuple[tuple[str, float], ...]:
         """Return the relative error of the gradient of each parameter, and of all as one under the name ""."""
@@ -296,7 +283,21 @@ class MeasuredModel:
     def _gradient_bytes(self, order: Sequence[str]) -> tuple[int, ...]:
         """Return the bytes of the gradients that are made by the end of the backward of each unit."""
         made: Counter[nn.Parameter] = Counter()
-        with self._noted(made):
+        standing: set[nn.Parameter] = set()
+
+        def arrived(parameter: nn.Parameter, _: torch.Tensor) -> None:
+            # A step may add to gradients that stood before.
+            if parameter.grad is not None and parameter not in made:
+                standing.add(parameter)
+
+        def added(parameter: nn.Parameter) -> None:
+            if parameter not in standing:
+                made[parameter] += 1
+
+        with ExitStack() as stack:
+            for each in self._parameters.values():
+                stack.callback(each.register_hook(partial(arrived, each)).remove)  # type: ignore[no-untyped-call]
+                stack.callback(each.register_post_accumulate_grad_hook(added).remove)  # type: ignore[no-untyped-call]
             self._run()
         owners = {
             id(parameter): number
@@ -306,39 +307,12 @@ class MeasuredModel:
         total, by_unit = 0, [0] * len(order)
         for parameter in made:
             total += local_of(parameter).nbytes
-            number = owners.get(id(parameter))
-            if number is not None:
-                by_unit[number] = total
+            if id(parameter) in owners:
+                by_unit[owners[id(parameter)]] = total
         if max(made.values(), default=0) > 1:
             # Of several backwards in a step, all but the first find every gradient.
             return (total,) * len(order)
-        for number in reversed(range(len(order) - 1)):
-            by_unit[number] = max(by_unit[number], by_unit[number + 1])
-        return tuple(by_unit)
-
-    @contextmanager
-    def _noted(self, made: Counter[nn.Parameter]) -> Iterator[None]:
-        """Count the backwards of parameters whose gradient is new. A step may add to gradients that stood before."""
-        standing: set[int] = set()
-
-        def arrived(parameter: nn.Parameter, _: torch.Tensor) -> None:
-            if parameter.grad is not None and parameter not in made:
-                standing.add(id(parameter))
-
-        def added(parameter: nn.Parameter) -> None:
-            if id(parameter) not in standing:
-                made[parameter] += 1
-
-        handles = [each.register_hook(partial(arrived, each)) for each in self._parameters.values()]  # type: ignore[no-untyped-call]
-        handles += [
-            each.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
-            for each in self._parameters.values()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return tuple(accumulate(reversed(by_unit), max))[::-1]
 
     def _with_outside(self, profile: ModelProfile) -> ModelProfile:
         """Return a profile with the bytes outside units and of the loss: measured peaks less the simulated ones."""
@@ -365,3 +339,8 @@ class MeasuredModel:
             self._reset()
             _, peak = peak_bytes(self._run, self._device)
         return peak
+
+
+def _require(is_met: object, message: str) -> None:
+    if not is_met:
+        raise InvalidError(message)

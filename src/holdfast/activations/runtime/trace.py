@@ -76,23 +76,22 @@ def trace_call(
     signature = signature_of(unit, form, tensors)
     recorder = _Recorder(unit, list(filter(is_plain, tensors)), rounds=_ROUNDS if is_measured else 1)
     if not tensors or not all(map(is_plain, tensors)):
-        recorder.refused = "an argument is no plain tensor" if tensors else "the unit is called without a tensor"
+        recorder.refuse("an argument is no plain tensor" if tensors else "the unit is called without a tensor")
     if objects := [*objects_of(form[0]), *objects_of(form[1])]:
-        recorder.why_not = f"the unit's code may change {objects[0]} without an op; pass data alone (use_cache=False)"
+        recorder.bar(f"the unit's code may change {objects[0]} without an op; pass data alone (use_cache=False)")
     if hooked := [name for name, module in unit.named_modules() if name and has_forward_hooks(module)]:
-        recorder.why_not = recorder.why_not or f"hooks of the module {hooked[0]} would see skipped tensors"
+        recorder.bar(f"hooks of the module {hooked[0]} would see skipped tensors")
     before, drawn = _attributes(unit), random.getstate()
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), _ReadWatch(recorder), recorder:
         output = forward(*args, **kwargs)
     if changed := _changed(before, _attributes(unit)):
-        recorder.why_not = recorder.why_not or f"the unit keeps state in the attribute {changed}"
+        recorder.bar(f"the unit keeps state in the attribute {changed}")
     if random.getstate() != drawn:
-        recorder.why_not = recorder.why_not or "the unit draws from Python's random, which no replay restores"
+        recorder.bar("the unit draws from Python's random, which no replay restores")
     after: list[torch.Tensor] = []
-    if not objects and (
-        take_apart((tuple(args), dict(kwargs)), after) != form or [*map(id, after)] != [*map(id, tensors)]
-    ):
-        recorder.refused = recorder.refused or "the unit's code changes a list or dict that is an argument"
+    is_same = objects or take_apart((tuple(args), dict(kwargs)), after) == form
+    if not is_same or (not objects and [*map(id, after)] != [*map(id, tensors)]):
+        recorder.refuse("the unit's code changes a list or dict that is an argument")
     trace = recorder.finish(signature, output)
     # Code that a replay cannot repeat cannot be repeated here either.
     if is_measured and not trace.why_not:
@@ -134,7 +133,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def unpack(self, kept: KeptTensor) -> torch.Tensor:
         """Return a saved tensor."""
         if not self._is_done:
-            self._refuse("the unit runs a backward inside the forward")
+            self.refuse("the unit runs a backward inside the forward")
         return kept.unpack()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -182,7 +181,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return UnitTrace(
             signature=signature,
             ops=tuple(ops),
-            saved=tuple(_source(seen, geometry) for seen, geometry, _ in self._saved),
+            # A cast of a buffer that the unit changes cannot be made again.
+            saved=tuple(
+                SavedSource(seen.group, seen.slot, geometry, seen.cast_of is not None and not seen.cast_of.writes)
+                for seen, geometry, _ in self._saved
+            ),
             cast_bytes=sum({id(seen): seen.bytes for seen, *_ in self._saved if seen.cast_of is not None}.values()),
             casts_stay=self._casts_stay,
             peak_bytes=self._peak_bytes,
@@ -197,7 +200,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], seen: list[SeenStorage]) -> Any:
         number = len(self._ops) + 1
         written = written_by(func, args, kwargs)
-        buffers = [(each, each.clone()) for each, kind in zip(tensors, seen, strict=True) if _may_change(each, kind)]
+        # An op may change a buffer unsaid: `native_batch_norm` does.
+        buffers = [
+            (tensor, tensor.clone())
+            for tensor, each in zip(tensors, seen, strict=True)
+            if each.group is None and not tensor.requires_grad and each.cast_of is None
+        ]
         is_random = is_random_op(func, args, kwargs)
         device = next((tensor.device for tensor in tensors), None)
         output, seconds = timed(partial(func, *args, **kwargs), device)
@@ -249,7 +257,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return form and leaves of a result, whether all tensors show storages of before, and the new storages."""
         leaves: list[OpReturn] = []
         fresh: dict[int, SeenStorage] = {}
-        changed = {id(self._seen.of(each)): place for place, each in enumerate(tensors) if _is_in(each, written)}
+        changed = {id(self._seen.of(each)): place for place, each in enumerate(tensors) if id(each) in map(id, written)}
 
         def leaf(value: Any) -> OpReturn:
             if not isinstance(value, torch.Tensor) or not self._plain([value]):
@@ -272,7 +280,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         form = mapped(output, noted)
         is_view = any(each.kind == "view" for each in leaves)
         if is_view and (fresh or written):
-            self._bar(f"{func} returns new tensors and views")
+            self.bar(f"{func} returns new tensors and views")
         return form, tuple(leaves), is_view, list(fresh.values())
 
     def _group_of(
@@ -280,9 +288,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> int:
         owners = {each.group for each in seen if id(each) in changed}
         if 0 in owners:
-            self._bar(f"{func} changes an argument of the unit in place")
+            self.bar(f"{func} changes an argument of the unit in place")
         if owners - {None} and (len(owners) > 1 or is_fresh):
-            self._bar(f"{func} changes tensors of several ops")
+            self.bar(f"{func} changes tensors of several ops")
         if is_view:
             owners = {each.group for each in seen}
         return next((owner for owner in owners if owner is not None), number) if not is_fresh else number
@@ -290,35 +298,32 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_op(self, func: Any, tensors: list[torch.Tensor]) -> None:
         hooks = top_saved_tensors_hooks()
         if hooks is None or getattr(hooks[0], "__self__", None) is not self:
-            self._refuse(
+            self.refuse(
                 "the unit installs hooks for saved tensors itself (disable activation checkpointing; Transformers: "
                 "gradient_checkpointing_disable())"
             )
         if is_collective(func):
-            self._refuse(f"the unit runs a collective ({func})")
-        if barred := why_not_again(func, tensors):
-            self._bar(barred)
+            self.refuse(f"the unit runs a collective ({func})")
+        self.bar(why_not_again(func, tensors))
 
     def _plain(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the plain tensors; another kind refuses the unit."""
         for tensor in tensors:
             if not is_plain(tensor):
-                self._refuse(f"the unit uses a tensor of type {type(tensor).__name__}, {tensor.layout}")
+                self.refuse(f"the unit uses a tensor of type {type(tensor).__name__}, {tensor.layout}")
         return list(filter(is_plain, tensors))
 
     def _note_content(self, seen: SeenStorage) -> None:
         """Notice a kernel that is no op: the memory is read, and no op has written to it."""
         if seen.is_blank:
-            self._bar(f"the unit's code writes to the memory of op {seen.group} without an op")
+            self.bar(f"the unit's code writes to the memory of op {seen.group} without an op")
 
-    def note_read(self, function: str) -> None:
-        """Write down that the unit's code reads a tensor without an op."""
-        self._bar(f"the unit's code reads a tensor by {function}()")
-
-    def _bar(self, why: str) -> None:
+    def bar(self, why: str) -> None:
+        """Note why ops may not run again; the first reason stays."""
         self.why_not = self.why_not or why
 
-    def _refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
+        """Note why no plan can manage the unit; the first reason stays."""
         self.refused = self.refused or why
 
     @contextmanager
@@ -340,23 +345,8 @@ class _ReadWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch."""
         if not self._recorder.is_own_code and getattr(func, "__name__", "") in _UNSEEN_READS:
-            self._recorder.note_read(func.__name__)
+            self._recorder.bar(f"the unit's code reads a tensor by {func.__name__}()")
         return func(*args, **(kwargs or {}))
-
-
-def _may_change(tensor: torch.Tensor, seen: SeenStorage) -> bool:
-    """Return whether an op may change a tensor unsaid: a buffer. `native_batch_norm` does."""
-    return seen.group is None and not tensor.requires_grad and seen.cast_of is None
-
-
-def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    return any(tensor is each for each in tensors)
-
-
-def _source(seen: SeenStorage, geometry: TensorGeometry) -> SavedSource:
-    origin = seen.cast_of
-    # A cast of a buffer that the unit changes cannot be made again.
-    return SavedSource(seen.group, seen.slot, geometry, origin is not None and not origin.writes)
 
 
 def _attributes(unit: nn.Module) -> dict[str, object]:
