@@ -169,9 +169,11 @@ class _UnitProgram:
             return []
         sizes = {variable: size / most for variable, size in self.sizes.items()}
         budget_row = self.program.row(sizes.items())
-        least = self._least_bytes(sizes)
-        if least is None:
+        by_variable = [sizes.get(variable, 0.0) for variable in range(len(self.program.costs))]
+        values, _ = self.program.minimum(gap=0.0, seconds=_SECONDS_MAX, costs=by_variable)
+        if values is None:
             return []
+        least = float(values @ by_variable)
         linear = np.linspace(least, 1.0, LINEAR_BUDGETS)
         geometric = np.geomspace(max(least, 1e-6), 1.0, GEOMETRIC_BUDGETS)
         found: list[UnitColumn] = []
@@ -251,14 +253,6 @@ class _UnitProgram:
 
     def _run(self, base: int) -> list[tuple[int, float]]:
         return [(self.run[base], 1.0)] if base in self.run else []
-
-    def _least_bytes(self, sizes: dict[int, float]) -> float | None:
-        """Return the least bytes of a column, as a share of those of keeping everything; None if there is no column."""
-        costs = list(self.program.costs)
-        self.program.costs = [sizes.get(variable, 0.0) for variable in range(len(costs))]
-        values, _ = self.program.minimum(gap=0.0, seconds=_SECONDS_MAX)
-        self.program.costs = costs
-        return None if values is None else sum(size * values[variable] for variable, size in sizes.items())
 
     def _column(self, values: NDArray[np.float64]) -> UnitColumn:
         store = {base: action for (base, action), variable in self.stored.items() if values[variable] > 0.5}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -43,12 +43,15 @@ class MixedProgram:
         self.most.append(most)
         return len(self.least) - 1
 
-    def minimum(self, *, gap: float, seconds: float) -> tuple[NDArray[np.float64] | None, float]:
+    def minimum(
+        self, *, gap: float, seconds: float, costs: Sequence[float] | None = None
+    ) -> tuple[NDArray[np.float64] | None, float]:
         """Return the values of all variables at the least cost, and the proven relative gap.
 
         Args:
             gap: Relative gap at which the solver stops.
             seconds: Time limit.
+            costs: Other costs of the variables; None: their own.
         Returns:
             None with a gap of 0 if no solution exists; None with an infinite gap if the time was too short for one.
         Raises:
@@ -62,7 +65,7 @@ class MixedProgram:
         rows, columns, values = (np.array(each) for each in zip(*self.entries, strict=True))
         matrix = csr_array((values, (rows, columns)), shape=(len(self.least), len(self.costs)))
         found = milp(
-            np.array(self.costs),
+            np.array(self.costs if costs is None else costs),
             integrality=np.array(self.whole, dtype=np.uint8),
             bounds=Bounds(0, np.array(self.uppers)),
             constraints=LinearConstraint(matrix, np.array(self.least), np.array(self.most)),
