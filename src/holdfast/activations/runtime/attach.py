@@ -6,7 +6,7 @@ Only `forward` of the instance is replaced. Hooks, FQNs, keys of state dicts and
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -54,7 +54,7 @@ class AttachedUnits:
 
     units: list[nn.Module]
     """The units."""
-    counts: CallCounts
+    counts: CallCounts = field(default_factory=CallCounts)
     """Calls so far."""
 
     def detach(self) -> None:
