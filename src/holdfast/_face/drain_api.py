@@ -40,7 +40,7 @@ def drain(
         MissingError: The folder is no near tier, or has no such step.
         InvalidError: The root is of another run, or `remove` is given with `step`.
         ConflictError: A job writes to the run; the message names it.
-        CorruptError: A step is damaged near; steps before it are drained.
+        CorruptError: A step is damaged near; all others are drained, and nothing is removed.
         UnavailableError: Storage failed; the same call goes on.
     """
     if remove and step is not None:

@@ -13,7 +13,7 @@ the list of the next epoch will include its manifest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -178,16 +178,41 @@ def declare_timelines(store: Store, number: int, timeline: Timeline) -> None:
         ConflictError: Another process took over.
         CorruptError: The list of the epoch is damaged.
     """
-    key = accepted_key(number)
-    where = f"{store.url}/{key}"
-    data = store.get(key, _ACCEPTED_BYTES_MAX)
-    document = _decode(data, _ACCEPTED_KINDS, _AcceptedDocument, number, where)
+    document = _list_of(store, number)
     known = _parents(document)
     parents = known | (parents_in([timeline]) if len(timeline.ancestors) > ANCESTORS_STATED else {})
     if document.holdfast.get("kind") != _ACCEPTED and parents == known:
         return
     require_newest(store, number)
-    store.put(key, _encode_accepted(number, document.run_id, dict(document.steps), document.superseded, parents))
+    changed = _encode_accepted(number, document.run_id, dict(document.steps), document.superseded, parents)
+    store.put(accepted_key(number), changed)
+
+
+def forget_steps(store: Store, number: int, names: Collection[tuple[int, str]]) -> None:
+    """Take removed steps out of the list of an epoch: a copy in a near tier that is away counts no more either.
+
+    Args:
+        store: The root of the run.
+        number: The epoch; its holder calls.
+        names: Step and digest of the manifests.
+    Raises:
+        ConflictError: Another process took over.
+        CorruptError: The list of the epoch is damaged.
+    """
+    document = _list_of(store, number)
+    steps = {step: digest for step, digest in document.steps if (step, digest) not in names}
+    superseded = [name for name in document.superseded if name not in names]
+    if len(steps) == len(document.steps) and len(superseded) == len(document.superseded):
+        return
+    require_newest(store, number)
+    moved = None if document.holdfast.get("kind") == _ACCEPTED else superseded
+    store.put(accepted_key(number), _encode_accepted(number, document.run_id, steps, moved, _parents(document)))
+
+
+def _list_of(store: Store, number: int) -> _AcceptedDocument:
+    key = accepted_key(number)
+    data = store.get(key, _ACCEPTED_BYTES_MAX)
+    return _decode(data, _ACCEPTED_KINDS, _AcceptedDocument, number, f"{store.url}/{key}")
 
 
 def _parents(document: _AcceptedDocument) -> dict[str, Fork]:

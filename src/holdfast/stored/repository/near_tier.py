@@ -10,9 +10,10 @@ from holdfast.base.ports.store import Store
 from holdfast.core.format.names import RUN_FILE
 from holdfast.core.format.sealed_json import Text, decode_sealed, header, sealed
 from holdfast.errors import InvalidError
-from holdfast.stored.repository.catalog import ensure_run, read_run_id, root_of_near
+from holdfast.stored.repository.catalog import ensure_run, exists, read_run_id, root_of_near
 from holdfast.stored.repository.publish import get_or_none, publish
 from holdfast.stored.repository.run_readme import put_readme
+from holdfast.stored.repository.tags import TAGS_FOLDER
 from holdfast.stored.repository.two_roots import TwoRoots
 
 NEAR_FOLDER = "near/"
@@ -92,6 +93,8 @@ def ensure_near(run: TwoRoots, new_id: str, created: str) -> str:
         document = {**header("run", minor=0), "run_id": run_id, "created": created, "root": run.root.url}
         publish(run.near, RUN_FILE, sealed(document))
         put_readme(run.near)
+    # Removed while the near tier was away: they would keep their steps near.
+    run.near.delete([entry.key for entry in run.near.list(TAGS_FOLDER) if not exists(run.root, entry.key)])
     record = sealed({**header(_KIND, minor=0), "url": run.near.url, "host": platform.node()})
     if get_or_none(run.root, NEAR_FILE, _BYTES_MAX) != record:
         run.root.put(NEAR_FILE, record)

@@ -29,6 +29,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.stored.repository.catalog import step_folders
 from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.publish import get_or_none, holds
+from holdfast.stored.repository.tags import TAGS_FOLDER
 
 _Result = TypeVar("_Result")
 
@@ -84,7 +85,8 @@ class TwoRoots(Store):
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix, in either place, in the order of the keys."""
-        both = (store.list(prefix, after=after, up_to=up_to) for store in (self.root, self.near))
+        places = (self.root,) if prefix == TAGS_FOLDER else (self.root, self.near)
+        both = (store.list(prefix, after=after, up_to=up_to) for store in places)
         entries = {entry.key: entry for entry in chain.from_iterable(both)}
         if prefix == SUPERSEDED_FOLDER:
             # One place has saved the step again, and the other does not know.
@@ -107,12 +109,15 @@ class TwoRoots(Store):
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole in both places, unless either has another one there. The root decides."""
-        for store in (self.root, self.near):
+        is_tag = key.startswith(TAGS_FOLDER)
+        for store in (self.root,) if is_tag else (self.root, self.near):
             try:
                 store.put_if_absent(key, data, folders_durable=folders_durable)
             except ConflictError:
                 if not holds(store, key, data):
                     raise
+        if is_tag:
+            self.near.put(key, data)
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
         """Store a small object whole in both places, in place of one that the root has."""
@@ -143,7 +148,12 @@ class TwoRoots(Store):
     # ------------------------------------------------------------------------------------------------ inside
 
     def _first(self, key: str, call: Callable[[Store], _Result]) -> _Result:
-        """Return what the first place answers that has the object. Only the root's records decide."""
+        """Return what the first place answers that has the object. Only the root's records decide.
+
+        Tags are those of the root: a near tier that was away has some that were removed since.
+        """
+        if key.startswith(TAGS_FOLDER):
+            return call(self.root)
         order = (self.near, self.root) if _is_of_step(key) else (self.root, self.near)
         try:
             return call(order[0])

@@ -13,6 +13,7 @@ from holdfast.core.format.step_name import StepName, step_name
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError, first_three
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.repository.catalog import manifest_digest
+from holdfast.stored.repository.epochs import forget_steps
 from holdfast.stored.repository.quarantine import list_records, release
 from holdfast.stored.repository.removal import mark_key, marks, put_request, remove_marks
 from holdfast.stored.repository.tags import Tags, read_tags, remove_tag_of_step
@@ -89,7 +90,7 @@ class StepRemoval:
             report = collector.collect(grace_seconds, _sleeping(clock))
             assert report is not None, "nobody stops it"
             removed = chosen.report(report)
-            chosen.remove_what_names(store, clock, removed.steps)
+            chosen.remove_what_names(store, clock, removed.steps, writer_lease.epoch)
             if request and not removed.left:
                 remove_marks(store, [request])
             return removed
@@ -181,16 +182,19 @@ class _Chosen:
         if newest.number > 1 and not is_stated and newest.id not in self.stored.recorded:
             put_record(store, TimelineRecord(newest, epoch))
 
-    def remove_what_names(self, store: Store, clock: Clock, names: Sequence[str]) -> None:
+    def remove_what_names(self, store: Store, clock: Clock, names: Sequence[str], epoch: int) -> None:
         """Remove the tags and quarantine records of steps that are gone. A tag may name another step by now.
 
         Args:
             store: The root of the run.
             clock: Randomness.
             names: The steps that were removed.
+            epoch: The epoch of the caller, of which the list names them no more.
         """
         tags = read_tags(store)
-        for step, digest in (each for name in (*names, *self.gone) for each in self._names_of(name)):
+        gone = frozenset(each for name in (*names, *self.gone) for each in self._names_of(name))
+        forget_steps(store, epoch, gone)
+        for step, digest in gone:
             for tag in tags.of(step, digest):
                 remove_tag_of_step(store, tags.whole[tag], mark_key(_nonce(clock)))
             others = {identity for number, identity in list_records(store) if number == step} - {digest[:16]}

@@ -11,13 +11,13 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.core.format.step_name import StepName
-from holdfast.errors import InvalidError, MissingError
+from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.catalog import ensure_run, read_run_id
 from holdfast.stored.repository.latest import name_latest
-from holdfast.stored.repository.tags import read_tags
+from holdfast.stored.repository.tags import TAGS_FOLDER, read_tags
 from holdfast.stored.repository.timelines import StoredManifest, run_timelines
 from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.loading.named_step import find_named
@@ -72,7 +72,7 @@ class NearDrain:
     def planned(self) -> DrainReport:
         """Return what would be drained; changes nothing. Errors as `execute`."""
         self._require_run()
-        report, chosen = self._chosen()
+        report, chosen = self._chosen([])
         for manifest in chosen:
             lacking = self._drain_of(manifest).lacking()
             report.files += len(lacking)
@@ -89,26 +89,38 @@ class NearDrain:
             MissingError: The folder is no near tier, or has no such step.
             InvalidError: Near tier and root are of different runs.
             ConflictError: A job writes to the run; or the root has another manifest of a step.
-            CorruptError: A step is damaged near.
+            CorruptError: A step is damaged near; all others are drained, and nothing is removed.
             UnavailableError: Storage failed.
         """
         run_id, clock = self._require_run(), self.clock
+        if read_run_id(self.run.root) is None:
+            for entry in list(self.run.near.list(TAGS_FOLDER)):
+                self.run.root.put(entry.key, self.run.near.get(entry.key, entry.bytes))
         ensure_run(self.run.root, run_id, f"{clock.unix_seconds():.0f}")
         with hold_writer_lease(self.run, clock, lease_seconds, run_id) as lease:
-            report, chosen = self._chosen()
+            damages: list[CorruptError] = []
+            report, chosen = self._chosen(damages)
             for manifest in chosen:
-                drain = self._drain_of(manifest)
-                copied = drain.copy(drain.lacking())
-                report.files, report.bytes = report.files + copied.files, report.bytes + copied.bytes
-                outcome = drain.publish(lease.epoch)
-                if outcome.kind is not OutcomeKind.COMMITTED:
-                    raise outcome.error or undrained(manifest.step, outcome.reason)
+                try:
+                    self._drain(manifest, lease.epoch, report)
+                except CorruptError as error:
+                    damages.append(error)
             name_latest(self.run.root, None)
+        if damages:
+            raise damages[0]
         if remove:
             # After the lease, whose release writes near too.
             self.run.near.delete([entry.key for entry in self.run.near.list("")])
             report.removed = True
         return report
+
+    def _drain(self, manifest: Manifest, epoch: int, report: DrainReport) -> None:
+        drain = self._drain_of(manifest)
+        copied = drain.copy(drain.lacking())
+        report.files, report.bytes = report.files + copied.files, report.bytes + copied.bytes
+        outcome = drain.publish(epoch)
+        if outcome.kind is not OutcomeKind.COMMITTED:
+            raise outcome.error or undrained(manifest.step, outcome.reason)
 
     def _require_run(self) -> str:
         near, root = self.run.near, self.run.root
@@ -122,15 +134,19 @@ class NearDrain:
             )
         return at_near
 
-    def _chosen(self) -> tuple[DrainReport, list[Manifest]]:
-        """Return the steps that are drained, and an almost empty report."""
+    def _chosen(self, damages: list[CorruptError]) -> tuple[DrainReport, list[Manifest]]:
+        """Return the steps that are drained, and an almost empty report.
+
+        Args:
+            damages: Receives the errors of steps that cannot be drained.
+        """
         report, run = DrainReport(self.run.near.url, self.run.root.url), self.run
         if self.step is not None:
-            manifest = self._lacking_at_root(find_named(run, self.step)[1])
+            manifest = self._lacking_at_root(find_named(run, self.step)[1], damages)
             chosen = [] if manifest is None else [manifest]
         else:
             tags, chain = read_tags(run), run_timelines(run).chain
-            found = {each: self._lacking_at_root(each) for each in chain}
+            found = {each: self._lacking_at_root(each, damages) for each in chain}
             near = [manifest for manifest in found.values() if manifest is not None]
             # Drains go in the order of steps: an older due step that the root lacks was removed there, or skipped.
             newest_there = max((number for number, each in enumerate(chain) if found[each] is None), default=-1)
@@ -146,12 +162,15 @@ class NearDrain:
         report.steps = tuple(each.step or 0 for each in chosen)
         return report, chosen
 
-    def _lacking_at_root(self, stored: StoredManifest) -> Manifest | None:
-        """Return the manifest of a step that the near tier alone has; None if the root has it too."""
-        data = self.run.get(stored.key, MANIFEST_BYTES_MAX)
-        if [store for store, _ in self.run.holding(stored.key, data)] != [self.run.near]:
-            return None
-        return decode_manifest(data, f"{self.run.near.url}/{stored.key}")
+    def _lacking_at_root(self, stored: StoredManifest, damages: list[CorruptError]) -> Manifest | None:
+        """Return the manifest of a step that the near tier alone has; None if the root has it too, or on damage."""
+        try:
+            data = self.run.get(stored.key, MANIFEST_BYTES_MAX)
+            if [store for store, _ in self.run.holding(stored.key, data)] == [self.run.near]:
+                return decode_manifest(data, f"{self.run.near.url}/{stored.key}")
+        except CorruptError as error:
+            damages.append(error)
+        return None
 
     def _drain_of(self, manifest: Manifest) -> StepDrain:
         root: Store = self.run.root.for_operation(f"drain of step {manifest.step}", 0, 1)
