@@ -18,7 +18,9 @@
 #                   disk under runs/); QUICK=1, ONLY=redo_overhead,kills
 #   make bench-activations   training within a budget of memory, beside checkpointing and compiled blocks, predicted and
 #                   measured (about 40 minutes; a C++ compiler for the compiled ones); QUICK=1, ONLY=peaks,slowdown_vs_sac
-#   make bench-data   speed of the loader, cost of the data position, and resumes on other ranks beside torchdata,
+#   make bench-tiers   saves into a near tier and loads beside a plain root, requests to the root, training beside a drain
+#                   (5 minutes); QUICK=1
+#   make bench-tiers bench-data   speed of the loader, cost of the data position, and resumes on other ranks beside torchdata,
 #                   datasets, Grain and litdata (about 15 minutes); QUICK=1, ONLY=loader_1k,rivals
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
@@ -129,6 +131,10 @@ bench-interop: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,bench,interop]'
 	@test "$(ONLY)" = layouts || $(PY) -m bench.interop
 	@QUICK=$(QUICK) $(PY) -m bench.layouts
+
+bench-tiers: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,bench]'
+	@QUICK=$(QUICK) $(PY) -m bench.tiers
 
 bench-scale: $(READY)
 	@$(PY) -m bench.scale

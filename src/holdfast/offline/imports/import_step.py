@@ -55,23 +55,23 @@ class ImportReport:
 def import_step(
     source: Checkpoint,
     store: Store,
-    run: Store,
     job: Job,
     step: int | None,
     *,
     copied: bool,
     observer: Observer | None = None,
+    run: Store | None = None,
 ) -> ImportReport:
     """Import a checkpoint as a step of the run in a store.
 
     Args:
         source: The checkpoint.
         store: The root of the run.
-        run: The root, or the near tier and the root as one: the lease is that of both.
         job: This process alone.
         step: The step's number; None for the number in the checkpoint.
         copied: Whether to copy its bytes into packs of the run. Otherwise the step references its files.
         observer: Receives progress.
+        run: The near tier and the root as one, if the run has both: the lease is that of both.
     Raises:
         InvalidError: The checkpoint has no step number, or cannot be imported this way.
         CheckpointError: As `referenced` and `saved_again`.
@@ -81,7 +81,7 @@ def import_step(
         raise InvalidError(f"{source.url}: has no step number; pass --step N (step=N)")
     step = require_step(step)
     location = CheckpointLocation(store, step_folder(step), step)
-    writer_lease = WriterLease(run, job.clock, job.settings.lease_seconds)
+    writer_lease = WriterLease(run or store, job.clock, job.settings.lease_seconds)
     try:
         if copied:
             with source.blaming_overwrite():
