@@ -85,9 +85,8 @@ def import_checkpoint(
         if not copy:
             wiring.require_files(wiring.store_at(src, settings), store)
         source = wiring.checkpoint_at(src, settings, from_step, layout)
-        return import_step(
-            source, store, wiring.run_of(store, settings, writes=True), job, step, copied=copy, observer=observer
-        )
+        held = wiring.run_of(store, settings, writes=True)
+        return import_step(source, store, job, step, copied=copy, observer=observer, run=held)
 
 
 def export(
@@ -413,9 +412,8 @@ def collect(
     store = wiring.store_at(root, settings)
     if dry_run:
         return collection_planned(store, SystemClock(), keep)
-    return collected(
-        store, wiring.run_of(store, settings, writes=True), SystemClock(), keep, grace, settings.lease_seconds
-    )
+    held = wiring.run_of(store, settings, writes=True)
+    return collected(store, SystemClock(), keep, grace, settings.lease_seconds, held)
 
 
 def remove_steps(

@@ -464,15 +464,15 @@ def planned(store: Store, clock: Clock, keep: KeepPolicy | None, choice: ChosenN
 
 
 def collected(
-    store: Store, run: Store, clock: Clock, keep: KeepPolicy | None, grace_seconds: float, lease_seconds: float
+    store: Store, clock: Clock, keep: KeepPolicy | None, grace: float, lease_seconds: float, run: Store | None = None
 ) -> CollectReport:
-    """Collect once in a root, in a process that does not train. The lease is that of `run`: with the near tier, if any.
+    """Collect once in a root, in a process that does not train. The lease is that of `run`: with a near tier of both.
 
     Raises:
         MissingError: The root holds no run.
         CheckpointError: As `CheckpointGC.collect`; a job that writes there is `ConflictError`.
     """
-    with hold_writer_lease(run, clock, lease_seconds, require_run(store)) as writer_lease:
+    with hold_writer_lease(run or store, clock, lease_seconds, require_run(store)) as writer_lease:
 
         def wait(seconds: float) -> bool:
             clock.sleep(seconds)
@@ -480,7 +480,7 @@ def collected(
 
         collector = CheckpointGC(store, clock, keep, writer_lease)
         collector.await_readers()
-        report = collector.collect(grace_seconds, wait)
+        report = collector.collect(grace, wait)
         assert report is not None, "nobody gives it up"
         files = report.files + removal.remove_probes(store)
         return replace(report, files=files, uploads=uploads_removed(store))
