@@ -424,7 +424,7 @@ class CheckpointManager(StoredSteps):
         self._position.lineage = request.lineage
         self._saves.add(handle)
         if self._near is not None:
-            self._near.watch(handle, is_due=not passed.near_only)
+            self._near.watch(handle, request, is_due=not passed.near_only)
         if self._preemption is not None:
             self._preemption.note_save(step, handle)
         return handle

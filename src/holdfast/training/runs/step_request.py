@@ -11,6 +11,7 @@ from functools import partial
 from holdfast.base.clock import utc_now_text
 from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.types.manifest import Manifest, Parent
+from holdfast.base.types.removal import StepAndDigest
 from holdfast.core.engine.background import is_done_soon, side_by_side
 from holdfast.core.format.names import manifest_keys, step_of_pack
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, UnavailableError, first_three
@@ -99,6 +100,8 @@ class StepRequest:
         """Where the step goes."""
         self.pin = StepPin(self._step)
         """The steps that garbage collection must not remove until this save ends."""
+        self.saved: StepAndDigest | None = None
+        """The step, once it is committed."""
         self._changed: list[str] = []
         """Plain values of this rank that differ from the loaded values."""
         self._metrics: dict[str, float] = {}
@@ -286,6 +289,7 @@ class StepRequest:
             Why the step did not get some tags, a text for each tag.
         """
         parts = self._parts
+        self.saved = context.loaded or (self._step, manifest_digest)
         if context.loaded is not None:
             if parts.on_commit is not None:
                 parts.on_commit(*context.loaded, not self._passed.near_only)

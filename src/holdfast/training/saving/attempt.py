@@ -410,7 +410,7 @@ class SaveAttempt:
         if self.job.comm.rank == 0:
             logger.info("%s: it is saved already, and no tensor has changed since it was loaded", self.name)
         self.trace.end(report, self.agreement.attempt, None, self.location.folder, self.job.node_reports)
-        self.handle.reach_committed(report)
+        (self.handle.reach_committed if self.target.tier == "root" else self.handle.reach_near)(report)
 
     def conclude(self, outcome: Outcome, report: Callable[[], SaveReport]) -> None:
         """End the save with its outcome.

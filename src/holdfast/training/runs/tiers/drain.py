@@ -2,12 +2,14 @@
 
 States of a due step, and who moves it on:
 
-    near      -> waiting   `note_commit`, on each rank; rank 0 also finds the steps that an earlier job left
-    waiting   -> copied    each rank copies its share of the files, in the order of steps; rank 0 copies the share of a
-                           rank that copies nothing for a while
+    near      -> waiting   `note_commit`, on each rank; its first call also finds the steps that an earlier job left
+    waiting   -> copying   rank 0 takes the oldest step, and sets a key of the key-value store
+    copying   -> copied    each rank copies its share of the files; rank 0 copies the share of a rank that copies
+                           nothing for a while
     copied    -> drained   rank 0 publishes the manifest in the root, under the epoch of the job
     waiting   -> skipped   rank 0: the root's own policy would not keep the step
-    drained, skipped -> told   the other ranks learn of the end by a key of the key-value store
+    copying   -> failed    rank 0: the step is damaged near, or the root has another manifest of the step
+    drained, skipped, failed -> told   the other ranks learn of the end by the same key
 
 There is no journal: files without a manifest are copied on by the next job, or by `holdfast drain`.
 """
@@ -21,12 +23,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from holdfast.base.interrupts import GUARD, start_thread
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.core.format.names import manifest_keys, step_of_pack
 from holdfast.core.plan.drain import share_of
-from holdfast.errors import CheckpointError, ConflictError, UnavailableError, first_three, shown_bytes
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, UnavailableError, first_three, shown_bytes
 from holdfast.policies import KeepPolicy
 from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.publishing.outcome import OutcomeKind
@@ -39,6 +42,7 @@ from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.runs.removal.retention import KeptFacts, waiting
 from holdfast.training.runs.run_parts import RunParts
+from holdfast.training.runs.step_request import StepRequest
 from holdfast.training.saving.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
@@ -46,8 +50,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 """How often rank 0 looks for the files of other ranks, and a close at the drain."""
 
-_TELL_SECONDS = 1.0
-"""How often another rank asks whether a step is in the root."""
+_TELL_SECONDS = 0.5
+"""How often another rank asks rank 0 about the steps that wait."""
 
 _SILENT_SECONDS = 30.0
 """After this time without a new file, rank 0 copies the share of the others."""
@@ -57,8 +61,10 @@ _RETRY_SECONDS = 5.0
 
 _END_SECONDS = 5.0
 _SAID_AFTER_SECONDS = 1.0
-_TOLD_MAX = 64
-"""Steps whose end stays in the key-value store, for ranks that ask late."""
+_TOLD_MAX = 1024
+"""Steps whose end is remembered, for ranks that ask late, and handles that are watched late."""
+_COPYING, _DRAINED = "copying", "drained"
+"""What rank 0 tells of a step; any other text is the reason why the root does not get the step."""
 
 
 @dataclass(slots=True)
@@ -88,10 +94,10 @@ class Drain:
         self._is_first = job.comm.rank == 0
         self._due: dict[StepAndDigest, _Due] = {}
         self._newest: StepAndDigest | None = None
-        self._handles: dict[str, SaveHandle] = {}
-        """Handles that wait for the root, by attempt."""
-        self._ends: dict[str, CheckpointError | None] = {}
-        """How the last drains ended, by attempt: a handle may be watched late."""
+        self._handles: list[tuple[StepAndDigest, SaveHandle]] = []
+        """Handles that wait for the root, each with its step."""
+        self._ends: dict[StepAndDigest, CheckpointError | None] = {}
+        """How the last drains ended: a handle is watched from the end of its save on."""
         self._at_root: dict[StepAndDigest, KeptFacts] | None = None
         self._told: list[str] = []
         self._thread: threading.Thread | None = None
@@ -103,21 +109,22 @@ class Drain:
 
     def note_commit(self, step: int, digest: str, is_due: bool) -> None:
         """Take note of a step that is near. On the commit thread of each rank."""
-        if self._newest is None and self._is_first:
+        if self._newest is None:
             self._adopt_earlier()
         self._newest = step, digest
         if is_due:
             self._add((step, digest))
 
-    def watch(self, handle: SaveHandle) -> None:
-        """End a handle once the root has its step, or does not get the step."""
-        attempt = handle.attempt
+    def watch(self, handle: SaveHandle, request: StepRequest) -> None:
+        """End a handle once the root has the step of its request, or does not get the step."""
+        handle.near.add_done_callback(lambda _: None if request.saved is None else self._watch(request.saved, handle))
+
+    def _watch(self, name: StepAndDigest, handle: SaveHandle) -> None:
         with GUARD:
-            self._handles[attempt] = handle
-        # Also of a save that failed, or went straight into the root.
-        handle.committed.add_done_callback(lambda _: self._handles.pop(attempt, None))
-        if handle.attempt in self._ends:
-            self._end_handle(handle.attempt, self._ends[handle.attempt])
+            if name not in self._ends and not self._is_stopped:
+                self._handles.append((name, handle))
+                return
+        _end_handle(handle, self._ends.get(name, undrained(name[0], "the drain has ended")))
 
     def close(self, may_wait: Callable[[], bool]) -> bool:
         """Drain the newest near step and those that wait, and end the thread; return whether the root has them all.
@@ -148,8 +155,10 @@ class Drain:
             self._thread.join(_END_SECONDS)
         for name in left:
             self._end(name, undrained(name[0], "the manager was closed"))
-        for attempt in list(self._handles):
-            self._end_handle(attempt, undrained(None, "the manager was closed"))
+        for name, handle in self._handles:
+            _end_handle(handle, undrained(name[0], "the manager was closed"))
+        if left and self._is_first:
+            logger.warning("%s", undrained(left[-1][0], "the manager was closed"))
         return not left
 
     def _add(self, name: StepAndDigest) -> None:
@@ -159,6 +168,7 @@ class Drain:
         # Waits for a removal under way. From here on no collection takes the step near, or what a drain has copied.
         for pins in (self._near.pins, self._root.pins):
             self._pin(due, pins, name[0])
+        self._ends.pop(name, None)
         self._due[name] = due
         self._wake_up()
 
@@ -197,6 +207,7 @@ class Drain:
                     seconds = _TELL_SECONDS if self._due else None
             except ConflictError as over:
                 logger.warning("%s: the drain ends: %s", self._run.url, over)
+                self._is_stopped = True
                 for name in list(self._due):
                     self._end(name, over)
                 return
@@ -208,33 +219,41 @@ class Drain:
     def _drain_all(self) -> None:
         """Drain what waits, in the order of steps. On rank 0."""
         while not self._is_stopped and (manifest := self._next()) is not None:
-            start = self._job.clock.monotonic_seconds()
             name = _name_of(manifest)
-            drain = self._drain_of(manifest)
-            for step in {step_of_pack(pack.name) for pack in manifest.packs}:
-                if step is not None:
-                    self._pin(self._due[name], self._root.pins, step)
-            copied_bytes = self._copy_share(drain, name)
-            self._copy_rest(drain)
-            outcome = drain.publish(self._near.writer_lease.epoch)
-            if outcome.error is not None:
-                raise outcome.error
-            if outcome.kind is not OutcomeKind.COMMITTED:
-                raise UnavailableError(
-                    f"step {manifest.step}: whether the root has the step is unknown: {outcome.reason}"
-                )
-            assert self._at_root is not None, "it was read to find the step"
-            self._at_root[name] = _facts(manifest, ())
-            name_latest(self._root.store, manifest.step, self._job.is_first_occurrence)
-            self._end(name, None)
-            logger.info(
-                "step %s is in the root: rank 0 drained %s in %.1f s",
-                manifest.step,
-                shown_bytes(copied_bytes),
-                self._job.clock.monotonic_seconds() - start,
-            )
-            self._root.collect_soon()
-            self._near.collect_soon()
+            self._tell(name, _COPYING)
+            try:
+                self._drain(manifest, name)
+            except (CorruptError, ConflictError) as error:
+                self._near.writer_lease.require(self._run.root)
+                # Of this step alone: the next ones must not wait for it.
+                logger.warning("step %s is not drained: %s", manifest.step, error)
+                self._end(name, error)
+
+    def _drain(self, manifest: Manifest, name: StepAndDigest) -> None:
+        start = self._job.clock.monotonic_seconds()
+        drain = self._drain_of(manifest)
+        for step in {step_of_pack(pack.name) for pack in manifest.packs}:
+            if step is not None:
+                self._pin(self._due[name], self._root.pins, step)
+        copied_bytes = self._copy_share(drain, name)
+        self._copy_rest(drain)
+        outcome = drain.publish(self._near.writer_lease.epoch)
+        if outcome.error is not None:
+            raise outcome.error
+        if outcome.kind is not OutcomeKind.COMMITTED:
+            raise UnavailableError(f"step {manifest.step}: whether the root has the step is unknown: {outcome.reason}")
+        assert self._at_root is not None, "it was read to find the step"
+        self._at_root[name] = _facts(manifest, ())
+        name_latest(self._root.store, manifest.step, self._job.is_first_occurrence)
+        self._end(name, None)
+        logger.info(
+            "step %s is in the root: rank 0 drained %s in %.1f s",
+            manifest.step,
+            shown_bytes(copied_bytes),
+            self._job.clock.monotonic_seconds() - start,
+        )
+        self._root.collect_soon()
+        self._near.collect_soon()
 
     def _next(self) -> Manifest | None:
         """Return the first step that waits, and end those that the root has or would not keep."""
@@ -259,14 +278,14 @@ class Drain:
         return manifests[waits[0].name] if waits else None
 
     def _copy_shares(self) -> None:
-        """Copy the shares of this rank, and end the steps of which rank 0 tells the end. Not on rank 0."""
+        """Copy the share of this rank of the step that rank 0 drains, and end the steps that rank 0 has ended."""
         for name, due in list(self._due.items()):
-            manifest = self.manifest_of(name)
-            told = None if manifest is None else self._told_of(manifest.attempt)
-            if manifest is None or told is not None:
-                self._end(name, undrained(name[0], told or "the near tier has lost the step") if told != "" else None)
-            elif not due.is_copied and not self._is_stopped:
-                self._copy_share(self._drain_of(manifest), name)
+            told = self._told_of(name)
+            if told == _COPYING:
+                if not due.is_copied and not self._is_stopped and (manifest := self.manifest_of(name)) is not None:
+                    self._copy_share(self._drain_of(manifest), name)
+            elif told is not None:
+                self._end(name, None if told == _DRAINED else undrained(name[0], told))
 
     def _drain_of(self, manifest: Manifest) -> StepDrain:
         comm = self._job.comm
@@ -295,13 +314,13 @@ class Drain:
             else:
                 clock.sleep(_POLL_SECONDS)
 
-    def manifest_of(self, name: StepAndDigest) -> Manifest | None:
-        """Return the manifest of a step that is near; None if it is not there any more."""
-        near = self._run.near
+    def manifest_of(self, name: StepAndDigest, store: Store | None = None) -> Manifest | None:
+        """Return the manifest of a step near, or in another place; None if it is not there any more."""
+        store = store or self._run.near
         for key in manifest_keys(*name):
-            data = get_or_none(near, key, MANIFEST_BYTES_MAX)
+            data = get_or_none(store, key, MANIFEST_BYTES_MAX)
             with suppress(CheckpointError):
-                if data is not None and (manifest := decode_manifest(data, f"{near.url}/{key}")).digest == name[1]:
+                if data is not None and (manifest := decode_manifest(data, f"{store.url}/{key}")).digest == name[1]:
                     return manifest
         return None
 
@@ -312,49 +331,52 @@ class Drain:
         due = self._due.pop(name, None)
         for pins, pin in () if due is None else due.pins:
             pins.unpin(pin, is_committed=True)
-        manifest = self.manifest_of(name)
-        if manifest is None:
-            return
-        attempt = manifest.attempt
-        if self._is_first and self._job.comm.world_size > 1:
-            self._tell(attempt, "" if error is None else str(error))
+        self._tell(name, _DRAINED if error is None else str(error))
         with GUARD:
-            self._ends[attempt] = error
+            self._ends[name] = error
             while len(self._ends) > _TOLD_MAX:
                 del self._ends[next(iter(self._ends))]
-        self._end_handle(attempt, error)
+            ended = [handle for each, handle in self._handles if each == name]
+            self._handles = [each for each in self._handles if each[0] != name]
+        for handle in ended:
+            _end_handle(handle, error)
 
-    def _end_handle(self, attempt: str, error: CheckpointError | None) -> None:
-        handle = self._handles.pop(attempt, None)
-        if handle is None or not handle.near.done() or handle.failure is not None:
+    def _tell(self, name: StepAndDigest, text: str) -> None:
+        job, key = self._job, self._job.key("drain", name[1])
+        if not self._is_first or job.comm.world_size == 1:
             return
-        if error is None:
-            handle.reach_committed(handle.near.result())
-        else:
-            handle.end_undrained(error)
-
-    def _tell(self, attempt: str, text: str) -> None:
-        job, key = self._job, self._job.key("drained", attempt)
         with suppress(CheckpointError, TimeoutError):
             job.key_value_store.set(key, text.encode(), job.seconds_left(job.deadline()))
-            self._told.append(key)
+            if key not in self._told:
+                self._told.append(key)
             if len(self._told) > _TOLD_MAX:
                 job.key_value_store.delete([self._told.pop(0)])
 
-    def _told_of(self, attempt: str) -> str | None:
-        """Return what rank 0 tells of a step: an empty text once the root has it; None if nothing yet."""
-        job, key = self._job, self._job.key("drained", attempt)
-        if not job.key_value_store.present(key):
-            return None
-        (text,) = job.key_value_store.get_many([key], job.seconds_left(job.deadline()))
+    def _told_of(self, name: StepAndDigest) -> str | None:
+        """Return what rank 0 tells of a step; None if nothing yet."""
+        job, key = self._job, self._job.key("drain", name[1])
+        try:
+            if not job.key_value_store.present(key):
+                return None
+            (text,) = job.key_value_store.get_many([key], job.seconds_left(job.deadline()))
+        except (CheckpointError, TimeoutError) as error:
+            # Rank 0 may have ended after its drain, and the key-value store with it.
+            is_there = self.manifest_of(name, self._run.root) is not None
+            return _DRAINED if is_there else f"rank 0 does not answer: {error}"
         return text.decode()
+
+
+def _end_handle(handle: SaveHandle, error: CheckpointError | None) -> None:
+    if error is None:
+        handle.reach_committed(handle.near.result())
+    else:
+        handle.end_undrained(error)
 
 
 def undrained(step: int | None, why: str) -> UnavailableError:
     """Return the error of a step that is near, and that the root does not get from this job."""
-    which = "the step" if step is None else f"step {step}"
     return UnavailableError(
-        f"{which} is saved near, and not in the root: {why}. Expected a drain to its end. As long as the near tier "
+        f"step {step} is saved near, and not in the root: {why}. Expected a drain to its end. As long as the near tier "
         "holds the step, a restart loads the step, and the next job or holdfast drain copies it"
     )
 

@@ -15,6 +15,7 @@ from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.coordination.job import Job, error_text, raise_together
 from holdfast.training.loading.statuses import gather_errors
 from holdfast.training.runs.run_parts import RunParts, RunState
+from holdfast.training.runs.step_request import StepRequest
 from holdfast.training.runs.tiers.drain import Drain
 from holdfast.training.runs.tiers.room import NearRoom
 from holdfast.training.saving.handle import SaveHandle
@@ -70,11 +71,11 @@ class NearTier:
         self.parts.on_commit = self._note_commit
         self.parts.why_no_room = self.room.why_not
 
-    def watch(self, handle: SaveHandle, *, is_due: bool) -> None:
+    def watch(self, handle: SaveHandle, request: StepRequest, *, is_due: bool) -> None:
         """Learn from the end of a save whether the near tier takes steps, and end its handle after the drain."""
         handle.near.add_done_callback(self.room.note_end)
         if is_due:
-            self.drain.watch(handle)
+            self.drain.watch(handle, request)
 
     def _note_commit(self, step: int, digest: str, is_due: bool) -> None:
         if self._job.comm.rank == 0 and (manifest := self.drain.manifest_of((step, digest))) is not None:

@@ -106,6 +106,17 @@ def test_a_step_for_the_near_tier_alone_says_that_the_root_never_has_it(place: P
         assert steps_in(place.root) == [8, 9]
 
 
+def test_a_near_step_that_was_loaded_and_is_saved_as_due_is_committed_once_the_root_has_it(place: Place) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 10)
+        state = state_of(0)
+        assert manager.load(state) == 10 and steps_in(place.root) == []
+        handle = manager.save(10, state)
+        handle.wait("committed", timeout=20)
+        assert steps_in(place.root) == [10]
+
+
 def test_a_restart_takes_the_newest_step_from_the_nearest_place(place: Place) -> None:
     with place.manager(every=20) as manager:
         loaded(manager)
