@@ -13,11 +13,12 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, CorruptError, UnavailableError
-from holdfast.policies import EveryNSteps, LatestN, Policies
+from holdfast.policies import EveryNSteps, KeepPolicy, LatestN, Policies
 from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.calls import RecordingStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.tiers import drain as draining
@@ -26,7 +27,6 @@ from holdfast.training.saving.handle import SaveHandle
 from tests.unit.ranks import PATIENT, fresh_store, plain, sharded
 
 SETTINGS = replace(PATIENT, collect_grace_seconds=0.0)
-POLICIES = Policies(save=EveryNSteps(10), keep=LatestN(20))
 LIMIT_SECONDS = 15.0
 """Less than the time after which rank 0 copies for others."""
 
@@ -40,15 +40,21 @@ class Places:
     seen: list[RecordingStore] = field(default_factory=list)
 
     def play(
-        self, size: int, part: Callable[[int, CheckpointManager], object], *, is_memory: bool = False
+        self,
+        size: int,
+        part: Callable[[int, CheckpointManager], object],
+        *,
+        is_memory: bool = False,
+        keep: KeepPolicy | None = None,
     ) -> list[object]:
         """Return what each rank's part returned; managers are closed, with a wait for the drain."""
         self.seen = [RecordingStore(self.root) for _ in range(size)]
+        policies = Policies(save=EveryNSteps(10), keep=keep or LatestN(20))
 
         def work(comm: ThreadComm) -> object:
             job = Job(comm, SystemClock(), SETTINGS, NumpyFramework(comm.rank))
             place = NearPlace(self.near, EveryNSteps(5), keep_last=2, is_memory=is_memory)
-            with CheckpointManager.over(self.seen[comm.rank], job, policies=POLICIES, near=place) as manager:
+            with CheckpointManager.over(self.seen[comm.rank], job, policies=policies, near=place) as manager:
                 return part(comm.rank, manager)
 
         outcomes = outcomes_of_ranks(size, work, group=ThreadGroup(size))
@@ -239,3 +245,36 @@ def test_a_step_that_training_left_while_it_waited_holds_no_later_step_back(monk
 
     places.play(1, train)
     assert {10, 20, 30} <= {*committed_steps(places.root)}
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_saves_go_on_while_the_root_is_away(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "_RETRY_SECONDS", 0.1)
+    is_away, is_back = threading.Event(), threading.Event()
+
+    def meet(operation: FaultPoint) -> None:
+        if is_away.is_set() and how == "hangs":
+            is_back.wait(30.0)
+        elif is_away.is_set() and not is_back.is_set():
+            raise UnavailableError("the root is away")
+
+    places = Places()
+    bare, places.root = places.root, FaultyStore(places.root, Faults(meet, lasting=True))
+
+    def train(rank: int, manager: CheckpointManager) -> None:
+        saved(manager, 2, 5)
+        is_away.set()
+        start = time.monotonic()
+        handles = saved(manager, 2, *range(10, 260, 5))
+        assert time.monotonic() - start < LIMIT_SECONDS
+        due = [handle for handle, step in zip(handles, range(10, 260, 5), strict=True) if step % 10 == 0]
+        assert not any(handle.committed.done() and handle.committed.exception() is None for handle in due)
+        is_back.set()
+        for handle in due[-2:]:
+            handle.wait("committed", LIMIT_SECONDS)
+        with pytest.raises(UnavailableError, match="would not keep"):
+            due[1].wait("committed", LIMIT_SECONDS)
+
+    places.play(2, train, keep=LatestN(2))
+    assert committed_steps(bare)[-2:] == [250, 255]
+    assert len(committed_steps(places.near)) <= 4
