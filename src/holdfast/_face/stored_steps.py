@@ -11,6 +11,7 @@ from holdfast.training.coordination.job import Job
 from holdfast.training.runs.run_parts import RunParts
 from holdfast.training.runs.tags import tag_step
 from holdfast.training.runs.tiers.distrust import distrust
+from holdfast.training.runs.tiers.near import NearTier
 
 
 class StoredSteps:
@@ -22,6 +23,7 @@ class StoredSteps:
     _job: Job
     _parts: RunParts
     _keep: KeepPolicy | None
+    _near: NearTier | None
 
     def steps(self) -> list[int]:
         """Return the committed steps that a load may take, ascending, without superseded steps.
@@ -55,6 +57,8 @@ class StoredSteps:
             ConflictError: Another step has the tag and `move` is False, or the step is being deleted.
         """
         tag_step(self._run, self._job.clock, step, name, move=bool(move))
+        if self._near is not None:
+            self._near.drain.look_at_tags()
 
     def untag(self, name: str) -> None:
         """Remove a tag; the step does not change. Call this method on one rank.

@@ -11,13 +11,13 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 
-from holdfast.base.clock import Clock
+from holdfast.base.clock import Clock, utc_now_text
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.observer import Observer
 from holdfast.base.ports.packs import Stored
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
-from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
 from holdfast.core.format.names import COPY_CLAIM_FILE, COPYING_FOLDER, step_folder
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, UnavailableError, first_three
 from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_bytes_at
@@ -30,7 +30,7 @@ from holdfast.stored.publishing.manifest import publish_manifest
 from holdfast.stored.publishing.outcome import Outcome, OutcomeKind
 from holdfast.stored.repository.epochs import current_fence, declare_timelines
 from holdfast.stored.repository.publish import get_or_none
-from holdfast.stored.repository.quarantine import list_records
+from holdfast.stored.repository.quarantine import identity_of, list_records, quarantine
 from holdfast.stored.repository.reports import REPORTS_FOLDER
 from holdfast.stored.repository.timelines import run_timelines
 
@@ -188,6 +188,9 @@ class StepDrain:
         if timeline.number > 1:
             declare_timelines(root, epoch, timeline)
         require_not_moved(location, timeline)
+        if found is not None and _is_damaged(found):
+            why = f"damaged, and replaced by the one in {self._near.url}"
+            quarantine(root, self._step, location.manifest_key, identity_of(found), why, utc_now_text(self._clock))
         if found is not None and not has_made_room(location, timeline, epoch, list_records(root)):
             location.require_empty(f"Two manifests of step {self._step} count: remove one of them (holdfast rm)")
 
@@ -204,3 +207,11 @@ class StepDrain:
         of_older = [key for key in unfinished if key.split("/")[1] <= self._folder.rstrip("/")]
         if of_older:
             self._root.delete(of_older)
+
+
+def _is_damaged(data: bytes) -> bool:
+    try:
+        run_fields_of_manifest(data, "")
+    except CorruptError:
+        return True
+    return False

@@ -93,9 +93,13 @@ def ensure_near(run: TwoRoots, new_id: str, created: str) -> str:
         document = {**header("run", minor=0), "run_id": run_id, "created": created, "root": run.root.url}
         publish(run.near, RUN_FILE, sealed(document))
         put_readme(run.near)
-    # Removed while the near tier was away: they would keep their steps near.
-    run.near.delete([entry.key for entry in run.near.list(TAGS_FOLDER) if not exists(run.root, entry.key)])
+    leave_tags(run)
     record = sealed({**header(_KIND, minor=0), "url": run.near.url, "host": platform.node()})
     if get_or_none(run.root, NEAR_FILE, _BYTES_MAX) != record:
         run.root.put(NEAR_FILE, record)
     return run_id
+
+
+def leave_tags(run: TwoRoots) -> None:
+    """Remove near the tags that were removed while the near tier was away: they would keep their steps."""
+    run.near.delete([entry.key for entry in run.near.list(TAGS_FOLDER) if not exists(run.root, entry.key)])

@@ -30,8 +30,12 @@ from holdfast.stored.repository.catalog import step_folders
 from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.publish import get_or_none, holds
 from holdfast.stored.repository.tags import TAGS_FOLDER
+from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
 
 _Result = TypeVar("_Result")
+
+_OF_ROOT = TAGS_FOLDER, TIMELINES_FOLDER
+"""What is read from the root alone: a near tier that was away has some that were removed since."""
 
 
 class TwoRoots(Store):
@@ -85,7 +89,7 @@ class TwoRoots(Store):
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix, in either place, in the order of the keys."""
-        places = (self.root,) if prefix == TAGS_FOLDER else (self.root, self.near)
+        places = (self.root,) if prefix in _OF_ROOT else (self.root, self.near)
         both = (store.list(prefix, after=after, up_to=up_to) for store in places)
         entries = {entry.key: entry for entry in chain.from_iterable(both)}
         if prefix == SUPERSEDED_FOLDER:
@@ -109,14 +113,14 @@ class TwoRoots(Store):
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole in both places, unless either has another one there. The root decides."""
-        is_tag = key.startswith(TAGS_FOLDER)
-        for store in (self.root,) if is_tag else (self.root, self.near):
+        is_of_root = key.startswith(_OF_ROOT)
+        for store in (self.root,) if is_of_root else (self.root, self.near):
             try:
                 store.put_if_absent(key, data, folders_durable=folders_durable)
             except ConflictError:
                 if not holds(store, key, data):
                     raise
-        if is_tag:
+        if is_of_root:
             self.near.put(key, data)
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
@@ -148,11 +152,8 @@ class TwoRoots(Store):
     # ------------------------------------------------------------------------------------------------ inside
 
     def _first(self, key: str, call: Callable[[Store], _Result]) -> _Result:
-        """Return what the first place answers that has the object. Only the root's records decide.
-
-        Tags are those of the root: a near tier that was away has some that were removed since.
-        """
-        if key.startswith(TAGS_FOLDER):
+        """Return what the first place answers that has the object. Only the root's records decide."""
+        if key.startswith(_OF_ROOT):
             return call(self.root)
         order = (self.near, self.root) if _is_of_step(key) else (self.root, self.near)
         try:
@@ -180,6 +181,11 @@ class TwoRoots(Store):
             store.move(key, new_key)
             return True
         return False
+
+
+def places_of(run: Store) -> tuple[Store, ...]:
+    """Return the places of a run; the root first."""
+    return (run.root, run.near) if isinstance(run, TwoRoots) else (run,)
 
 
 def _rank(data: bytes, fence: Fence) -> tuple[bool, int, str]:

@@ -16,19 +16,24 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
+from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import LoadReport, SkippedStep
 from holdfast.core.engine.background import DAEMON_POOL, wait_in_slices
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError, first_three
+from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.stored.repository.epochs import declare_timelines
 from holdfast.stored.repository.latest import name_latest
+from holdfast.stored.repository.near_tier import ensure_near
 from holdfast.stored.repository.quarantine import quarantined
 from holdfast.stored.repository.tags import read_tags
 from holdfast.stored.repository.timeline_records import TimelineRecord, put_record
 from holdfast.stored.repository.timelines import StoredManifest, run_timelines
+from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.coordination.job import error_from, error_text
 from holdfast.training.coordination.message_codec import decode_message, encode_message
 from holdfast.training.loading.load import Loaded
@@ -84,11 +89,11 @@ class Discarding:
 
     def _take_lease(self) -> None:
         job, store, lease = self._parts.job, self._parts.run_store, self._parts.writer_lease
-        is_held, seconds = lease.epoch > 0, self._parts.job.agreement_seconds
+        is_held, seconds = lease.epoch > 0, job.agreement_seconds
         try:
             if (run_id := read_run_id(store)) is not None:
                 # On another thread: a signal handler may save meanwhile, and then shares the lease.
-                holding = DAEMON_POOL.submit(lambda: lease.hold(run_id))
+                holding = DAEMON_POOL.submit(partial(_hold, store, lease, run_id, job.clock))
                 # Before the wait: a lease that is taken late is given up too if the load fails.
                 self._has_taken_lease = not is_held
                 wait_in_slices(holding, seconds, job.clock, lambda: None)
@@ -225,3 +230,9 @@ class Discarding:
                 step,
                 first_three(f"step {each.step} ({each.why})" for each in outcome.left),
             )
+
+
+def _hold(store: Store, lease: WriterLease, run_id: str, clock: Clock) -> int:
+    if isinstance(store, TwoRoots):
+        ensure_near(store, run_id, f"{clock.unix_seconds():.0f}")
+    return lease.hold(run_id)

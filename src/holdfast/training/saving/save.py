@@ -69,6 +69,7 @@ def save(attempt: SaveAttempt, collect: Collect) -> SaveHandle:
             agreement = attempt.agree(statement, fingerprint)
             target = attempt.target  # Of a save without room near, the target is now in the root.
         if agreement.context.loaded is not None:
+            attempt.handle.attempt = agreement.context.loaded[1]  # No attempt: the drain knows the step by its digest.
             attempt.handle.reach_staged()
             attempt.finish_in_background(lambda: attempt.end_unwritten(_unwritten_report(attempt)))
             return attempt.handle

@@ -14,11 +14,13 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.repository.catalog import manifest_digest
 from holdfast.stored.repository.epochs import forget_steps
+from holdfast.stored.repository.near_tier import leave_tags
 from holdfast.stored.repository.quarantine import list_records, release
 from holdfast.stored.repository.removal import mark_key, marks, put_request, remove_marks
 from holdfast.stored.repository.tags import Tags, read_tags, remove_tag_of_step
 from holdfast.stored.repository.timeline_records import TimelineRecord, put_record
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines
+from holdfast.stored.repository.two_roots import TwoRoots, places_of
 from holdfast.training.loading.named_step import find_named
 from holdfast.training.runs.removal.chosen_steps import ChosenNames
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC, CollectReport, planned, require_run
@@ -61,7 +63,7 @@ class StepRemoval:
         """Return what would be removed; changes nothing. Errors as `execute`."""
         require_run(store)
         chosen = self._chosen(store)
-        return chosen.report(planned(store, clock, None, chosen.choice))
+        return chosen.report(_joined([planned(place, clock, None, chosen.choice) for place in places_of(store)]))
 
     def execute(self, store: Store, clock: Clock, grace_seconds: float, lease_seconds: float) -> RemovedSteps:
         """Remove the steps, with marks and grace as garbage collection does.
@@ -77,6 +79,8 @@ class StepRemoval:
         """
         run_id = require_run(store)
         with hold_writer_lease(store, clock, lease_seconds, run_id) as writer_lease:
+            if isinstance(store, TwoRoots):
+                leave_tags(store)
             # Only now: nobody else moves or removes a step from here on.
             chosen = self._chosen(store)
             request = ""
@@ -84,12 +88,15 @@ class StepRemoval:
             with suppress(UnavailableError):
                 request = put_request(store, run_id, _nonce(clock), writer_lease.epoch, chosen.names)
             chosen.keep_newest_timeline(store, writer_lease.epoch)
-            choice = replace(chosen.choice, request=request)
-            collector = CheckpointGC(store, clock, None, writer_lease, choice=choice)
-            collector.await_readers()
-            report = collector.collect(grace_seconds, _sleeping(clock))
-            assert report is not None, "nobody stops it"
-            removed = chosen.report(report)
+            choice, reports = replace(chosen.choice, request=request), list[CollectReport]()
+            # Each place by itself: a pack that a link holds in one of them may be needed in the other.
+            for place in places_of(store):
+                collector = CheckpointGC(place, clock, None, writer_lease, choice=choice)
+                collector.await_readers()
+                report = collector.collect(grace_seconds, _sleeping(clock))
+                assert report is not None, "nobody stops it"
+                reports.append(report)
+            removed = chosen.report(_joined(reports))
             chosen.remove_what_names(store, clock, removed.steps, writer_lease.epoch)
             if request and not removed.left:
                 remove_marks(store, [request])
@@ -174,7 +181,9 @@ class _Chosen:
     def keep_newest_timeline(self, store: Store, epoch: int) -> None:
         """Record the newest timeline if no step of it stays: steps that it superseded must not come back."""
         newest, going = self.stored.newest, self.names
-        stay = (*self.stored.chain, *self.stored.superseded)
+        # The near tier may be lost: what the root has must say so.
+        stored = run_timelines(store.root) if isinstance(store, TwoRoots) else self.stored
+        stay = (*stored.chain, *stored.superseded)
         is_stated = any(
             manifest.timeline is not None and manifest.timeline.id == newest.id and _name_of(manifest) not in going
             for manifest in stay
@@ -211,6 +220,18 @@ class _Chosen:
                 left[name] = report.protected.get(_name_of(manifest), ("it changed meanwhile",))
         steps = tuple(name for name in self.manifests if name not in left)
         return RemovedSteps(steps, left, report.files, report.bytes, tuple(self.gone))
+
+
+def _joined(reports: Sequence[CollectReport]) -> CollectReport:
+    """Return one report of the removals in all places of a run."""
+    return CollectReport(
+        {step: whys for report in reports for step, whys in report.reasons.items()},
+        tuple(sorted({step for report in reports for step in report.steps})),
+        sum(report.files for report in reports),
+        sum(report.bytes for report in reports),
+        tuple(sorted({name for report in reports for name in report.superseded})),
+        {name: whys for report in reports for name, whys in report.protected.items()},
+    )
 
 
 def _name(manifest: StoredManifest, stored: RunTimelines) -> str:

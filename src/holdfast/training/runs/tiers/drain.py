@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -39,10 +39,12 @@ from holdfast.stored.repository.tags import read_tags
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.coordination.job import Job
+from holdfast.training.runs.removal.chosen_steps import name_of
 from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.runs.removal.retention import KeptFacts, waiting
 from holdfast.training.runs.run_parts import RunParts
 from holdfast.training.runs.step_request import StepRequest
+from holdfast.training.runs.tiers.drain_facts import facts_in, facts_of
 from holdfast.training.saving.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
@@ -125,6 +127,11 @@ class Drain:
                 self._handles.append((name, handle))
                 return
         _end_handle(handle, self._ends.get(name, undrained(name[0], "the drain has ended")))
+
+    def look_at_tags(self) -> None:
+        """Drain the steps that have a tag, soon. Only rank 0 looks."""
+        if self._is_first:
+            self._wake_up()
 
     def close(self, may_wait: Callable[[], bool]) -> bool:
         """Drain the newest near step and those that wait, and end the thread; return whether the root has them all.
@@ -219,15 +226,18 @@ class Drain:
     def _drain_all(self) -> None:
         """Drain what waits, in the order of steps. On rank 0."""
         while not self._is_stopped and (manifest := self._next()) is not None:
-            name = _name_of(manifest)
+            name = name_of(manifest)
             self._tell(name, _COPYING)
             try:
                 self._drain(manifest, name)
             except (CorruptError, ConflictError) as error:
-                self._near.writer_lease.require(self._run.root)
+                if self._near.writer_lease.epoch:
+                    self._near.writer_lease.require(self._run.root)
                 # Of this step alone: the next ones must not wait for it.
                 logger.warning("step %s is not drained: %s", manifest.step, error)
                 self._end(name, error)
+            self._root.collect_soon()
+            self._near.collect_soon()
 
     def _drain(self, manifest: Manifest, name: StepAndDigest) -> None:
         start = self._job.clock.monotonic_seconds()
@@ -237,13 +247,17 @@ class Drain:
                 self._pin(self._due[name], self._root.pins, step)
         copied_bytes = self._copy_share(drain, name)
         self._copy_rest(drain)
-        outcome = drain.publish(self._near.writer_lease.epoch)
+        # A save that found its step as it was loaded has not taken the lease.
+        epoch = self._near.writer_lease.hold(manifest.run_id)
+        if self._is_stopped:
+            raise undrained(manifest.step, "the manager was closed")
+        outcome = drain.publish(epoch)
         if outcome.error is not None:
             raise outcome.error
         if outcome.kind is not OutcomeKind.COMMITTED:
             raise UnavailableError(f"step {manifest.step}: whether the root has the step is unknown: {outcome.reason}")
         assert self._at_root is not None, "it was read to find the step"
-        self._at_root[name] = _facts(manifest, ())
+        self._at_root[name] = facts_of(manifest, ())
         name_latest(self._root.store, manifest.step, self._job.is_first_occurrence)
         self._end(name, None)
         logger.info(
@@ -252,15 +266,16 @@ class Drain:
             shown_bytes(copied_bytes),
             self._job.clock.monotonic_seconds() - start,
         )
-        self._root.collect_soon()
-        self._near.collect_soon()
 
     def _next(self) -> Manifest | None:
         """Return the first step that waits, and end those that the root has or would not keep."""
         if self._at_root is None:
-            self._at_root = dict(_facts_in(self._run))
+            self._at_root = dict(facts_in(self._run))
         manifests: dict[StepAndDigest, Manifest] = {}
         tags = read_tags(self._run)
+        for name in {(tag.step, tag.digest) for tag in tags.whole.values()} - self._at_root.keys():
+            if self.manifest_of(name) is not None:
+                self._add(name)  # Tagged since it was saved for the near tier alone.
         for name in sorted(self._due):
             manifest = self.manifest_of(name)
             if name in self._at_root:
@@ -269,7 +284,7 @@ class Drain:
                 self._end(name, undrained(name[0], "the near tier has lost the step"))
             else:
                 manifests[name] = manifest
-        due = [_facts(manifest, tags.of(*name)) for name, manifest in manifests.items()]
+        due = [facts_of(manifest, tags.of(*name)) for name, manifest in manifests.items()]
         waits = waiting(self._keep, due, self._at_root.values())
         for facts in (each for each in due if each not in waits):
             why = "newer steps have come, and the root would not keep the step: the root is too slow for its steps"
@@ -379,22 +394,3 @@ def undrained(step: int | None, why: str) -> UnavailableError:
         f"step {step} is saved near, and not in the root: {why}. Expected a drain to its end. As long as the near tier "
         "holds the step, a restart loads the step, and the next job or holdfast drain copies it"
     )
-
-
-def _name_of(manifest: Manifest) -> StepAndDigest:
-    assert manifest.step is not None, "a run holds steps"
-    return manifest.step, manifest.digest
-
-
-def _facts(manifest: Manifest, tags: tuple[str, ...]) -> KeptFacts:
-    step, digest = _name_of(manifest)
-    return KeptFacts(step, manifest.created, manifest.metrics, tags, manifest.healthy, manifest.timeline, digest)
-
-
-def _facts_in(run: TwoRoots) -> Iterable[tuple[StepAndDigest, KeptFacts]]:
-    """Yield what the root has: each step that counts and can be read. Read once a job; the drain adds to it."""
-    tags, stored = read_tags(run.root), run_timelines(run.root)
-    for each in (*stored.chain, *stored.superseded):
-        with suppress(CheckpointError):
-            manifest = decode_manifest(run.root.get(each.key, MANIFEST_BYTES_MAX), f"{run.root.url}/{each.key}")
-            yield _name_of(manifest), _facts(manifest, tags.of(*_name_of(manifest)))

@@ -18,6 +18,7 @@ from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.catalog import ensure_run, read_run_id
 from holdfast.stored.repository.latest import name_latest
 from holdfast.stored.repository.tags import TAGS_FOLDER, read_tags
+from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
 from holdfast.stored.repository.timelines import StoredManifest, run_timelines
 from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.loading.named_step import find_named
@@ -94,7 +95,7 @@ class NearDrain:
         """
         run_id, clock = self._require_run(), self.clock
         if read_run_id(self.run.root) is None:
-            for entry in list(self.run.near.list(TAGS_FOLDER)):
+            for entry in [*self.run.near.list(TAGS_FOLDER), *self.run.near.list(TIMELINES_FOLDER)]:
                 self.run.root.put(entry.key, self.run.near.get(entry.key, entry.bytes))
         ensure_run(self.run.root, run_id, f"{clock.unix_seconds():.0f}")
         with hold_writer_lease(self.run, clock, lease_seconds, run_id) as lease:

@@ -8,10 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 from holdfast.errors import CorruptError
-from tests.unit.training.runs.tiers.test_near_tier import Place, flip, loaded, packs_of, steps_in, train
+from tests.unit.training.runs.tiers.test_near_tier import (
+    COUNT,
+    Place,
+    flip,
+    loaded,
+    packs_of,
+    state_of,
+    steps_in,
+    train,
+)
 
 
 @pytest.fixture
@@ -82,3 +92,109 @@ def test_a_step_that_was_removed_while_the_near_tier_was_away_stays_removed(plac
         assert loaded(manager) == 20
         train(manager, 30)
         assert manager.steps() == [20, 30]
+
+
+def both(step: int, moving: float) -> dict[str, object]:
+    """A state of which one tensor never changes, so that its packs are those of the first step."""
+    weights = torch.full((COUNT,), moving)
+    return {"frozen": torch.arange(200_000.0), "weights": weights, "step": step}
+
+
+def test_a_removal_leaves_the_packs_that_one_of_the_places_needs(place: Place) -> None:
+    for step in (20, 40):
+        with place.manager() as manager:
+            manager.load(both(0, 0.0))
+            manager.save(step, both(step, float(step))).wait()
+    for link in place.root.glob("**/*.link"):
+        link.unlink()
+    holdfast.api.remove_steps(place.root, [20], grace_seconds=0)
+    shutil.rmtree(place.near)
+    state = both(0, 0.0)
+    assert holdfast.load(place.root, state, step=40).step == 40
+
+
+def test_the_root_knows_the_newest_timeline_once_its_steps_there_are_removed(place: Place) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 20, 40)
+        loaded(manager, step=20)
+        train(manager, 40)
+    for key in place.root.glob("timelines/*.json"):
+        key.unlink()  # As a collection does, once the root has a step of the timeline.
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 50)
+        manager.close(wait=False)
+    holdfast.api.remove_steps(place.root, ["40"], grace_seconds=0)
+    shutil.rmtree(place.near)
+    with place.manager() as manager:
+        assert loaded(manager) == 20, "the step 40 of before is superseded"
+
+
+def test_a_record_that_only_the_near_tier_still_has_is_left(place: Place) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 20, 40)
+        loaded(manager, step=20)
+        train(manager, 40)
+    for key in place.root.glob("timelines/*.json"):
+        key.unlink()
+    trained(place, 60)
+    assert steps_in(place.root) == [20, 40, 60]
+
+
+def test_a_step_that_cannot_be_drained_holds_no_other(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with place.manager() as manager, monkeypatch.context() as away:
+        away.setattr(manager._near.drain, "_wake_up", lambda: None)  # type: ignore[union-attr]
+        loaded(manager)
+        handles = [manager.save(step, state_of(step)) for step in (20, 40)]
+        for handle in handles:
+            handle.wait("near")
+        flip(packs_of(place.near, 20)[0], -10)
+        away.undo()
+        manager._near.drain._wake_up()  # type: ignore[union-attr]
+        handles[1].wait("committed", timeout=20)
+        with pytest.raises(CorruptError, match="step 20 is damaged"):
+            handles[0].wait("committed", timeout=20)
+    assert steps_in(place.root) == [40]
+
+
+def test_a_manifest_that_is_damaged_in_the_root_is_replaced_by_the_drain(place: Place) -> None:
+    trained(place, 20, 40)
+    flip(place.root / "step-000000000040/manifest.json", -10)
+    trained(place, 60)
+    assert holdfast.load(place.root, state_of(0), step=40).step == 40
+    assert list(place.root.glob("quarantine/step-000000000040.*.manifest.json"))
+
+
+def test_a_step_that_gets_a_tag_later_is_drained(place: Place) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 10)
+        manager.tag(10, "best")
+        manager.save(11, state_of(11), near_only=True).wait()
+    assert steps_in(place.root) == [10, 11]
+
+
+def test_a_near_step_that_is_saved_as_it_was_loaded_is_committed_once_the_root_has_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        manager.save(10, state_of(10), near_only=True).wait()
+        manager.close(wait=False)
+    assert steps_in(place.root) == []
+    with place.manager() as manager:
+        state = state_of(0)
+        assert manager.load(state) == 10
+        assert manager.save(10, state).wait(timeout=20) is not None
+        assert steps_in(place.root) == [10]
+
+
+def test_a_new_near_tier_is_one_although_the_first_thing_is_to_discard_steps(place: Place) -> None:
+    trained(place, 20, 40)
+    shutil.rmtree(place.near)
+    with place.manager() as manager:
+        assert loaded(manager, step=20, discard_newer=True) == 20
+    trained(place, 30)
+    assert steps_in(place.near) == [30]

@@ -1,0 +1,31 @@
+"""What retention asks of the steps that a drain copies, and of those that the root has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.removal import StepAndDigest
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
+from holdfast.errors import CheckpointError
+from holdfast.stored.repository.tags import read_tags
+from holdfast.stored.repository.timelines import run_timelines
+from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.training.runs.removal.chosen_steps import name_of
+from holdfast.training.runs.removal.retention import KeptFacts
+
+
+def facts_of(manifest: Manifest, tags: tuple[str, ...]) -> KeptFacts:
+    """Return the facts about a step that has some tags."""
+    step, digest = name_of(manifest)
+    return KeptFacts(step, manifest.created, manifest.metrics, tags, manifest.healthy, manifest.timeline, digest)
+
+
+def facts_in(run: TwoRoots) -> Iterable[tuple[StepAndDigest, KeptFacts]]:
+    """Yield what the root has: each step that counts and can be read. Read once a job; the drain adds to it."""
+    tags, stored = read_tags(run.root), run_timelines(run.root)
+    for each in (*stored.chain, *stored.superseded):
+        with suppress(CheckpointError):
+            manifest = decode_manifest(run.root.get(each.key, MANIFEST_BYTES_MAX), f"{run.root.url}/{each.key}")
+            yield name_of(manifest), facts_of(manifest, tags.of(*name_of(manifest)))
