@@ -77,7 +77,7 @@ def require_same_run(run: TwoRoots) -> None:
 
 
 def ensure_near(run: TwoRoots, new_id: str, created: str) -> str:
-    """Begin the run at both places where there is none, and record each place in the other; return the id of the run.
+    """Begin the run at both places where there is none, and name the root near; return the id of the run.
 
     Args:
         run: Both places.
@@ -94,10 +94,18 @@ def ensure_near(run: TwoRoots, new_id: str, created: str) -> str:
         publish(run.near, RUN_FILE, sealed(document))
         put_readme(run.near)
     leave_tags(run)
+    return run_id
+
+
+def record_near(run: TwoRoots) -> None:
+    """Name the near tier in the root. Only the holder of the writer lease calls it: another job may have another one.
+
+    Raises:
+        UnavailableError: Storage failed.
+    """
     record = sealed({**header(_KIND, minor=0), "url": run.near.url, "host": platform.node()})
     if get_or_none(run.root, NEAR_FILE, _BYTES_MAX) != record:
         run.root.put(NEAR_FILE, record)
-    return run_id
 
 
 def leave_tags(run: TwoRoots) -> None:

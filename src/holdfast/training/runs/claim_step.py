@@ -24,7 +24,7 @@ from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.publishing.making_room import has_made_room, require_not_moved
 from holdfast.stored.repository.catalog import ensure_run
 from holdfast.stored.repository.epochs import declare_timelines
-from holdfast.stored.repository.near_tier import ensure_near
+from holdfast.stored.repository.near_tier import ensure_near, record_near
 from holdfast.stored.repository.quarantine import list_records
 from holdfast.stored.repository.timeline_records import TimelineRecord, ensure_record
 from holdfast.stored.repository.timelines import run_timelines
@@ -129,6 +129,8 @@ def claim_step(
     else:
         run_id = ensure_run(store, new_id, now, may_be_copy=may_be_copy)
     epoch = writer_lease.hold(run_id)
+    if isinstance(run, TwoRoots):
+        record_near(run)
     timeline = run_timelines(run).newest if timeline_of_save is None else timeline_of_save(epoch)
     if timeline.number > 1:
         declare_timelines(run, epoch, timeline)

@@ -345,7 +345,7 @@ def test_lost_it_stays_lost(
         tenure.hold("run")
     put_heartbeat(store, 2, RELEASED)
     with pytest.raises(ConflictError, match="epoch 1 is over"):
-        tenure.require()
+        tenure.require(store)
     until(lambda: "epoch 1 is over" in caplog.text)
 
 
@@ -508,7 +508,7 @@ def test_the_last_epoch_there_can_be_is_refused(store: MemoryStore, tenure_of: C
 def test_held_for_a_block(store: MemoryStore) -> None:
     with hold_writer_lease(store, CLOCK, LONG, "run") as tenure:
         assert tenure.epoch == 1
-        tenure.require()
+        tenure.require(store)
         with pytest.raises(ConflictError), hold_writer_lease(store, CLOCK, LONG, "run"):
             raise AssertionError("held twice")
     assert read_heartbeat(store, 1) == RELEASED

@@ -13,7 +13,14 @@ import torch
 
 import holdfast
 from holdfast.backends.stores.local import LocalStore
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    UnavailableError,
+)
 from holdfast.policies import AnyOf, EveryNth, LatestN, Tagged
 from holdfast.settings import Settings
 from tests.support.tuning import tuned
@@ -422,3 +429,18 @@ def test_a_near_tier_of_another_run_or_root_is_refused(two_steps: Place, tmp_pat
     with pytest.raises(InvalidError, match="it is one itself"):
         itself.manager()
     assert steps_in(two_steps.near) == [20, 40] == steps_in(moved.root)
+
+
+def test_a_second_job_with_another_near_tier_is_refused_and_changes_nothing(two_steps: Place, tmp_path: Path) -> None:
+    other = Place(two_steps.root, tmp_path / "other")
+    with two_steps.manager() as first:
+        assert loaded(first) == 40
+        train(first, 50)
+        record = (two_steps.root / "near" / "tier.json").read_bytes()
+        with other.manager() as second:
+            assert loaded(second) == 40
+            with pytest.raises(ConflictError, match="another job writes here"):
+                second.save(60, state_of(60)).wait("near")
+        assert (two_steps.root / "near" / "tier.json").read_bytes() == record
+        train(first, 60)
+        assert first.steps() == [20, 40, 50, 60]
