@@ -68,6 +68,8 @@ class WriterLease:
             lease_seconds: Longest time without a heartbeat.
         """
         self._store, self._clock, self._lease_seconds = store, clock, lease_seconds
+        self.release_seconds_max = _RELEASE_SECONDS_MAX
+        """How long a release waits for storage."""
         self._heartbeat: _Heartbeat | None = None
         self._claimed: _Heartbeat | None = None
         """The heartbeat of the epoch that `hold()` is taking."""
@@ -133,7 +135,7 @@ class WriterLease:
             claimed.drop()
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
-            heartbeat.end(_RELEASE_SECONDS_MAX)
+            heartbeat.end(self.release_seconds_max)
 
     def _require_wanted(self, releases: int) -> None:
         """Refuse to take an epoch if the lease has been released since a count."""
@@ -319,7 +321,8 @@ def _release_all() -> None:
     """Release all epochs when the process exits without closing its managers."""
     clock = SystemClock()  # An exit hook has no caller that could pass one.
     deadline = clock.monotonic_seconds() + _RELEASE_SECONDS_MAX
-    heartbeats = list(_living.values())
+    # A release under way has had its time.
+    heartbeats = [heartbeat for heartbeat in _living.values() if not heartbeat.stopped.is_set()]
     # Stop all first: their releases then run in parallel, within one time limit.
     for heartbeat in heartbeats:
         heartbeat.stopped.set()

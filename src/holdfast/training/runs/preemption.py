@@ -317,6 +317,8 @@ class PreemptionHandler:
                 threading.current_thread().name,
                 code,
             )
+        # What close still does, such as a drain, leaves the process its time to exit.
+        self._job.process_deadline = self._deadline
         self._end = Preempted(code, step, why)
         raise self._end
 

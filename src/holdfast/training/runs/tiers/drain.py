@@ -159,7 +159,7 @@ class Drain:
         if self._copying is not None:
             self._copying.cancel()
         if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+            self._thread.join(_END_SECONDS if self._job.process_deadline is None else _POLL_SECONDS)
         for name in left:
             self._end(name, undrained(name[0], "the manager was closed"))
         for name, handle in self._handles:

@@ -21,6 +21,7 @@ from holdfast.training.runs.tiers.room import NearRoom
 from holdfast.training.saving.handle import SaveHandle
 
 _PROBE = "near-probe.json"
+_LATE_RELEASE_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,9 @@ class NearTier:
 
         try:
             is_whole = self.drain.close(drains)
+            if not is_whole and job.process_deadline is not None:
+                # The root is too slow for the grace: its answer to the release must not cost the exit code.
+                self.parts.writer_lease.release_seconds_max = _LATE_RELEASE_SECONDS
             if self.parts.collecting is not None:
                 self.parts.collecting.close(lambda: None, may_wait)  # The parts of the root release the lease.
         finally:
