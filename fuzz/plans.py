@@ -61,7 +61,7 @@ def seeds() -> list[bytes]:
     curve = (CurvePoint(9000, 1.5), CurvePoint(20000, 1.0))
     errors = (("", 1e-3), ("layers.0.weight", 2e-3))
     return [
-        msgspec.json.encode(SolvedPlan(profile, (columns, (kept,)), choice, 16384, 0.005, 0.0, 16000, 1.01, 0.0, *rest))
+        msgspec.json.encode(SolvedPlan(profile, (columns, (kept,)), choice, 16384, 0.005, 0.0, 16000, 1.01, *rest))
         for choice, rest in (((1, 0, 1), (15000, 1.02, errors, curve)), ((0, 0, 0), ()))
     ]
 

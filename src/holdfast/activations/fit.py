@@ -6,8 +6,10 @@ One linear function. A fit leaves gradients, buffers, generators and forwards as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from holdfast.activations.plan import ActivationPlan, bytes_of
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 _Columns = tuple[tuple[UnitColumn, ...], ...]
 """Columns of each class."""
+
+_Added = tuple[tuple[int, int, float], ...]
+"""Class, index and seconds of columns."""
 
 _STEPS_MAX = 32
 """Steps after which no further column is measured. The last measurement may take some more, and four check the plan."""
@@ -97,11 +102,15 @@ def _fitted(ranks: FitRanks, measured: MeasuredModel, budget: int | str, error_b
             # Times of ops alone are too low: the chosen columns are measured until the choice stands.
             if solved.is_measured or measured.steps >= _STEPS_MAX:
                 break
-            timed = ranks.gather(measured.timed_columns(solved), _Columns)
-            # Of each column the seconds of the slowest rank count.
+            slowest: dict[tuple[int, int], float] = {}
+            for kind, index, seconds in chain(*ranks.gather(measured.added_seconds(solved), _Added)):
+                slowest[kind, index] = max(slowest.get((kind, index), 0.0), seconds)
             columns = tuple(
-                tuple(max(same, key=lambda column: column.seconds) for same in zip(*of, strict=True))
-                for of in zip(*timed, strict=True)
+                tuple(
+                    replace(each, seconds=slowest[kind, index], is_measured=True) if (kind, index) in slowest else each
+                    for index, each in enumerate(of)
+                )
+                for kind, of in enumerate(columns)
             )
         solved = worst_measured(solved, ranks.gather(measured.planned(solved), MeasuredStep))
         found = solved.measured_peak_bytes

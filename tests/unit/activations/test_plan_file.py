@@ -149,7 +149,7 @@ def first_column(plan: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plan: plan.pop("gap"), "missing required field"),
+        (lambda plan: plan.pop("reserve"), "missing required field"),
         (lambda plan: plan["choice"].append(0), "expected one each"),
         (lambda plan: plan["choice"].__setitem__(0, -1), "column is -1"),
         (lambda plan: plan["choice"].__setitem__(0, 10**6), "column is 1000000"),

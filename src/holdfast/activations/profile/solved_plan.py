@@ -40,8 +40,6 @@ class SolvedPlan:
     """Peak of a step, from the profile."""
     predicted_slowdown: Seconds
     """Time of a step divided by the time of a step that keeps everything."""
-    gap: Seconds
-    """Proven distance from the least time, relative to a step that keeps everything; 1 if the solver proved nothing."""
     measured_peak_bytes: Bytes = 0
     """Peak of a step that the fit measured under the plan; 0 for a plan that was solved without the model."""
     measured_slowdown: Seconds = 0.0

@@ -20,14 +20,6 @@ _ACTS_MAX = 256
 """Most remembered patterns of overflows and released tensors."""
 
 
-class Treatment(Enum):
-    """The treatment of a saved tensor in forward."""
-
-    KEEP = "kept by reference"
-    PASS = "given to torch's checkpoint, which asks for a replay"
-    PACK = "packed by an action"
-
-
 class Act(Enum):
     """The treatment of an op in a replay."""
 
@@ -73,7 +65,7 @@ class ColumnProgram:
                 released -= lost
             self.irreplaceable = frozenset(self.actions.keys() - {0} - released)
         self.treatments = tuple(map(self._treatment, trace.saved))
-        """Treatment of each saved tensor."""
+        """Treatment of each saved tensor: "keep" by reference, "pack", or "pass" to the checkpoint of torch."""
         self.acts = lru_cache(maxsize=_ACTS_MAX)(self._acts)
         """Return the act of a replay for each op. Arguments as for `_acts`."""
 
@@ -121,13 +113,12 @@ class ColumnProgram:
         """Return whether no content overflows the group's pack: masks as bits."""
         return self.actions[group] == "bits" and self.packed[group][1].dtype is torch.bool
 
-    def _treatment(self, source: SavedSource) -> Treatment:
-        if source.group is None:
+    def _treatment(self, source: SavedSource) -> str:
+        group = source.group
+        if group is None:
             # A replay casts weights itself; kept casts would stay until backward.
-            return Treatment.PASS if source.is_cast and self._runs else Treatment.KEEP
-        if source.group == 0 or self.actions.get(source.group) == "keep":
-            return Treatment.KEEP
-        if source.group not in self.actions:
-            return Treatment.PASS
-        # Small results of the same op, such as the statistics of a norm, are kept.
-        return Treatment.PACK if source.slot == self.packed[source.group][0] else Treatment.KEEP
+            return "pass" if source.is_cast and self._runs else "keep"
+        if group and group not in self.actions:
+            return "pass"
+        # Small results of a packed op, such as the statistics of a norm, are kept.
+        return "pack" if group in self.packed and source.slot == self.packed[group][0] else "keep"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.activations.runtime.column_program import Act, ColumnProgram, Treatment
+from holdfast.activations.runtime.column_program import Act, ColumnProgram
 from holdfast.activations.runtime.dense import PackedTensor, TensorGeometry
 from holdfast.activations.runtime.signature import scalars_of
 from holdfast.activations.runtime.traced import SavedSource
@@ -220,12 +220,12 @@ class CallFrame:
 
     def _token(self, tensor: torch.Tensor, source: SavedSource, hooks: Hooks | None) -> SavedToken:
         treatment, group = self.program.treatments[len(self.passed)], source.group
-        if not group or treatment is Treatment.PASS:
-            return KeptTensor(tensor) if treatment is Treatment.KEEP or hooks is None else PassedTensor(hooks, tensor)
+        if not group or treatment == "pass":
+            return KeptTensor(tensor) if treatment == "keep" or hooks is None else PassedTensor(hooks, tensor)
         first = self._found(group, source.slot)
         if first is not None and self.program.trace.ops[group].is_storable and not first.shows(tensor):
             raise self.difference(f"saved tensor {len(self.passed)} has a storage of its own", f"op {group}'s")
-        if treatment is Treatment.KEEP:
+        if treatment == "keep":
             token = KeptTensor(tensor, first if isinstance(first, KeptTensor) else None)
             self._stored.setdefault((group, source.slot), lambda: token)
             return token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,46 +57,33 @@ def timed_units(units: Mapping[str, nn.Module], device: torch.device) -> Iterato
         units: The units by FQN.
         device: Device of the units.
     """
-    timer = _UnitTimer(dict.fromkeys(units, 0.0), device)
+    spent, begun = dict.fromkeys(units, 0.0), dict[str, float]()
+
+    def begin(name: str) -> None:
+        begun[name] = seconds_of(device)
+
+    def end(name: str) -> None:
+        if name in begun:
+            spent[name] += seconds_of(device) - begun.pop(name)
+
     with ExitStack() as stack:
-        for name, unit in units.items():
-            timer.watch(name, unit, stack)
-        yield timer.spent
-    for name in [*timer.begun]:
-        timer.end(name)
 
-
-class _UnitTimer:
-    def __init__(self, spent: dict[str, float], device: torch.device) -> None:
-        self.spent, self._device = spent, device
-        self.begun: dict[str, float] = {}
-        """When the part of a unit began that runs now."""
-
-    def watch(self, name: str, unit: nn.Module, stack: ExitStack) -> None:
-        """Time a unit until the stack ends."""
-
-        def hook(value: Any, then: Callable[[str], None]) -> None:
+        def hook(value: Any, then: Callable[[str], None], name: str) -> None:
             for each in tensors_of(value):
                 if each.requires_grad:
-                    handle = each.register_hook(lambda _: then(name))  # type: ignore[no-untyped-call]
-                    stack.callback(handle.remove)
+                    stack.callback(each.register_hook(lambda _: then(name)).remove)  # type: ignore[no-untyped-call]
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            hook((args, kwargs), self.end)
-            self.begin(name)
+        def before(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+            hook((args, kwargs), end, name)
+            begin(name)
 
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.end(name)
-            hook(output, self.begin)
+        def after(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            end(name)
+            hook(output, begin, name)
 
-        stack.enter_context(unit.register_forward_pre_hook(before, with_kwargs=True))
-        stack.enter_context(unit.register_forward_hook(after, with_kwargs=True))
-
-    def begin(self, name: str) -> None:
-        """Begin a forward or a backward."""
-        self.begun[name] = seconds_of(self._device)
-
-    def end(self, name: str) -> None:
-        """End a forward or a backward, if one has begun."""
-        if name in self.begun:
-            self.spent[name] += seconds_of(self._device) - self.begun.pop(name)
+        for name, unit in units.items():
+            stack.enter_context(unit.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            stack.enter_context(unit.register_forward_hook(partial(after, name), with_kwargs=True))
+        yield spent
+    for name in [*begun]:
+        end(name)

@@ -175,22 +175,15 @@ class MeasuredModel:
             slowdown = self._seconds()[0] / plan.profile.step_seconds
             return MeasuredStep(peak, slowdown, errors)
 
-    def timed_columns(self, plan: SolvedPlan) -> tuple[tuple[UnitColumn, ...], ...]:
-        """Return the columns of a plan; those that the plan chose have the seconds of their units in a step."""
+    def added_seconds(self, plan: SolvedPlan) -> tuple[tuple[int, int, float], ...]:
+        """Return class, index and added seconds of each column that a plan chose and no step has measured."""
         with self._under(plan.profile, plan.column_of, plan.error_bound):
             _, spent = self._seconds()
         added: dict[tuple[int, int], list[float]] = {}
         for (name, kind), index in zip(plan.profile.order, plan.choice, strict=True):
-            added.setdefault((kind, index), []).append(spent[name] - self._plain_seconds[name])
-        return tuple(
-            tuple(
-                replace(column, seconds=max(fmean(added[kind, index]), 0.0), is_measured=True)
-                if (kind, index) in added and not column.is_measured
-                else column
-                for index, column in enumerate(columns)
-            )
-            for kind, columns in enumerate(plan.columns)
-        )
+            if not plan.columns[kind][index].is_measured:
+                added.setdefault((kind, index), []).append(spent[name] - self._plain_seconds[name])
+        return tuple((*column, max(fmean(seconds), 0.0)) for column, seconds in added.items())
 
     @contextmanager
     def _under(

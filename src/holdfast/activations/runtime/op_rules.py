@@ -44,8 +44,8 @@ _RESHAPED = frozenset({"resize_", "resize_as_", "set_"})
 
 
 @lru_cache(maxsize=4096)
-def _arguments_of(func: Any) -> tuple[tuple[str, bool], ...]:
-    return tuple(arguments_of(func))
+def _arguments_of(func: Any) -> tuple[tuple[int, str, bool], ...]:
+    return tuple((position, *each) for position, each in enumerate(arguments_of(func)))
 
 
 def is_collective(func: Any) -> bool:
@@ -74,21 +74,17 @@ def why_not_again(func: Any, tensors: Sequence[torch.Tensor]) -> str:
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments of an op that the op changes by its schema."""
-    found = []
-    for position, (name, is_written) in enumerate(_arguments_of(func)):
-        if is_written:
-            found += tensors_of(args[position] if position < len(args) else kwargs.get(name))
-    return found
+    written = [(position, name) for position, name, is_written in _arguments_of(func) if is_written]
+    return tensors_of([args[position] if position < len(args) else kwargs.get(name) for position, name in written])
 
 
 def is_random_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of an op draws. Attention draws with dropout alone."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for position, (name, _) in enumerate(_arguments_of(func)):
-        if name == "dropout_p":
-            return bool(args[position] if position < len(args) else kwargs.get(name, 0.0))
-    return True
+    chances = (position for position, name, _ in _arguments_of(func) if name == "dropout_p")
+    position = next(chances, None)
+    return position is None or bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

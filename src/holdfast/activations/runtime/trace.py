@@ -42,7 +42,6 @@ from holdfast.backends.torch.private_layout import (
     CAST,
     TorchDispatchMode,
     has_forward_hooks,
-    registered,
     top_saved_tensors_hooks,
 )
 
@@ -353,8 +352,6 @@ def _attributes(unit: nn.Module) -> dict[str, object]:
     """Return the objects that the modules of a unit hold, those inside of these, and the lengths of containers."""
     held: dict[str, object] = {}
     for name, module in unit.named_modules():
-        for tensors in registered(module):
-            held.update({f"{name}.{key}": each for key, each in tensors.items()})
         for key, value in vars(module).items():
             held[f"{name}.{key}"] = value
             held[f"{name}.{key} (length)"] = len(value) if isinstance(value, (list, dict, set)) else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -38,9 +38,9 @@ def units_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     names = [name for name, _ in model.named_modules() if name]
     found = []
     for pattern in patterns:
-        parts = [re.escape(part).replace(r"\*", "[^.]*").replace(r"\?", "[^.]") for part in str(pattern).split(".")]
-        matching = re.compile(r"\.".join(parts)).fullmatch
-        matched = [name for name in names if matching(name)]
+        globs = str(pattern).split(".")
+        alike = ((name, name.split(".")) for name in names if name.count(".") == len(globs) - 1)
+        matched = [name for name, parts in alike if all(map(fnmatchcase, parts, globs))]
         if not matched:
             raise InvalidError(
                 f"units: {printable(str(pattern))[:80]!r} matches no module; expected one, such as {first_three(names)}"

@@ -170,7 +170,7 @@ class _UnitProgram:
         sizes = {variable: size / most for variable, size in self.sizes.items()}
         budget_row = self.program.row(sizes.items())
         by_variable = [sizes.get(variable, 0.0) for variable in range(len(self.program.costs))]
-        values, _ = self.program.minimum(gap=0.0, seconds=_SECONDS_MAX, costs=by_variable)
+        values = self.program.minimum(gap=0.0, seconds=_SECONDS_MAX, costs=by_variable)
         if values is None:
             return []
         least = float(values @ by_variable)
@@ -181,7 +181,7 @@ class _UnitProgram:
             if found and found[-1].device_bytes <= budget * most:
                 continue  # The column of a larger budget fits this one, too.
             self.program.most[budget_row] = budget + 1e-9
-            if (values := self.program.minimum(gap=0.0, seconds=_SECONDS_MAX)[0]) is not None:
+            if (values := self.program.minimum(gap=0.0, seconds=_SECONDS_MAX)) is not None:
                 found.append(self._column(values))
         return found
 

@@ -28,12 +28,10 @@ _TOLERANCE = 4e-6
 """Share of the memory that covers the solver's tolerance of 10⁻⁶ a row: three rows can add up."""
 
 
-def choose(
-    profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]], memory_bytes: int
-) -> tuple[tuple[int, ...] | None, float]:
-    """Return the column of each unit, and the proven gap relative to a step's time; None if no choice fits.
+def choose(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]], memory_bytes: int) -> tuple[int, ...] | None:
+    """Return the column of each unit; None if no choice fits.
 
-    If the solver finds nothing in its time, the choice of the least memory is taken, with a gap of 1.
+    If the solver finds nothing in its time, the choice of the least memory is taken.
 
     Args:
         profile: The measured model.
@@ -42,16 +40,11 @@ def choose(
     """
     free = memory_bytes - profile.outside_bytes
     if free <= 0:
-        return None, 0.0
-    choice, gap = _solved(profile, columns, scale=free)
-    if choice is not None:
-        added = sum(column.seconds for column in chosen_columns(profile, columns, choice))
-        return choice, gap * (STEP_SHARE + added / profile.step_seconds)
-    if gap == 0:
-        return None, gap
+        return None
+    if (choice := _solved(profile, columns, scale=free)) is not None:
+        return choice
     least = _least_choice(profile, columns)
-    fits = step_peak(profile, chosen_columns(profile, columns, least)).bytes <= memory_bytes
-    return (least if fits else None), 1.0
+    return least if step_peak(profile, chosen_columns(profile, columns, least)).bytes <= memory_bytes else None
 
 
 def least_peak(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> StepMoment:
@@ -67,7 +60,7 @@ def chosen_columns(
 
 
 def _least_choice(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> tuple[int, ...]:
-    choice, _ = _solved(profile, columns, scale=max(profile.keep_all_peak_bytes, 1), is_peak_variable=True)
+    choice = _solved(profile, columns, scale=max(profile.keep_all_peak_bytes, 1), is_peak_variable=True)
     if choice is not None:
         return choice
     smallest = [min(range(len(each)), key=lambda index: each[index].device_bytes) for each in columns]
@@ -83,8 +76,8 @@ def _sum(program: MixedProgram, terms: Sequence[tuple[int, float]]) -> list[tupl
 
 def _solved(
     profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]], *, scale: int, is_peak_variable: bool = False
-) -> tuple[tuple[int, ...] | None, float]:
-    """Return the column of each unit and the gap, as `MixedProgram.minimum` does. Bytes are in units of `scale`.
+) -> tuple[int, ...] | None:
+    """Return the column of each unit; None if the solver found none. Bytes are in units of `scale`.
 
     The stored bytes after each unit are variables: rows over all earlier units are dense.
 
@@ -128,5 +121,5 @@ def _solved(
             program.row([*before, *packs, *peak], most=room)
         before = after
     program.row([*before, *casts, *peak], most=room - profile.loss_workspace_bytes / scale)
-    values, gap = program.minimum(gap=GAP, seconds=SECONDS_MAX)
-    return None if values is None else tuple(int(np.argmax(values[each])) for each in choices), gap
+    values = program.minimum(gap=GAP, seconds=SECONDS_MAX)
+    return None if values is None else tuple(int(np.argmax(values[each])) for each in choices)

@@ -45,15 +45,13 @@ class MixedProgram:
 
     def minimum(
         self, *, gap: float, seconds: float, costs: Sequence[float] | None = None
-    ) -> tuple[NDArray[np.float64] | None, float]:
-        """Return the values of all variables at the least cost, and the proven relative gap.
+    ) -> NDArray[np.float64] | None:
+        """Return the values of all variables at the least cost; None without a solution, or if the time was too short.
 
         Args:
             gap: Relative gap at which the solver stops.
             seconds: Time limit.
-            costs: Other costs of the variables; None: their own.
-        Returns:
-            None with a gap of 0 if no solution exists; None with an infinite gap if the time was too short for one.
+            costs: Other costs; None: those of the variables.
         Raises:
             InvalidError: scipy is missing.
         """
@@ -71,7 +69,4 @@ class MixedProgram:
             constraints=LinearConstraint(matrix, np.array(self.least), np.array(self.most)),
             options={"mip_rel_gap": gap, "time_limit": seconds},
         )
-        if found.x is None:
-            return None, 0.0 if found.status == 2 else inf
-        values = np.where(self.whole, np.round(found.x), found.x)
-        return values, float(found.mip_gap or 0.0)
+        return None if found.x is None else np.where(self.whole, np.round(found.x), found.x)

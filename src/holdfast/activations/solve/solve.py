@@ -48,13 +48,13 @@ def solve(
     Raises:
         InvalidError: No choice fits the budget, or scipy is missing.
     """
-    choice, gap = choose(profile, columns, floor(budget_bytes * (1 - reserve)))
+    choice = choose(profile, columns, floor(budget_bytes * (1 - reserve)))
     if choice is None and reserve <= RESERVE:
         # The measured peak decides about a budget that the reserve alone exceeds, and about keeping everything.
         reserve = 0.0
-        choice, gap = choose(profile, columns, ceil(budget_bytes * (1 + 1e-5)))
+        choice = choose(profile, columns, ceil(budget_bytes * (1 + 1e-5)))
         if choice is None and budget_bytes >= profile.keep_all_peak_bytes:
-            choice, gap = (0,) * len(profile.order), 0.0
+            choice = (0,) * len(profile.order)
     if choice is None:
         raise _too_small(profile, columns, budget_bytes, error_bound, reserve)
     chosen = chosen_columns(profile, columns, choice)
@@ -67,7 +67,6 @@ def solve(
         error_bound=error_bound,
         predicted_peak_bytes=step_peak(profile, chosen, is_full=False).bytes,
         predicted_slowdown=1 + sum(column.seconds for column in chosen) / profile.step_seconds,
-        gap=gap,
     )
 
 
