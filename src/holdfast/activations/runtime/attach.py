@@ -5,7 +5,7 @@ Only `forward` of the instance is replaced. Hooks, FQNs, keys of state dicts and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -128,12 +128,7 @@ class PlannedUnit:
 
 
 def trace_units(
-    model: nn.Module,
-    names: Iterable[str],
-    step: Callable[[], Any],
-    *,
-    measured: Collection[str] = (),
-    error_bound: float = 0.0,
+    model: nn.Module, names: Iterable[str], step: Callable[[], Any], *, error_bound: float | None = None
 ) -> dict[str, UnitTrace]:
     """Return the trace of the first call with gradients of each unit in a step; units that are not called are left out.
 
@@ -141,8 +136,8 @@ def trace_units(
         model: Contains the units.
         names: FQNs of the units.
         step: Runs forward and backward.
-        measured: FQNs of the units whose costs are measured too, one after the other: one of each class is enough.
-        error_bound: Of measured units: bounded packs are tried above 0 alone.
+        error_bound: Measure the units, too, with packs within this bound: one unit of each class is enough. None: only
+            trace.
     """
     traces: dict[str, UnitTrace] = {}
     units = {name: model.get_submodule(name) for name in names}
@@ -150,10 +145,7 @@ def trace_units(
     def call(name: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name in traces or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        is_measured = name in measured
-        output, traces[name] = trace_call(
-            units[name], plain, args, kwargs, is_measured=is_measured, error_bound=error_bound
-        )
+        output, traces[name] = trace_call(units[name], plain, args, kwargs, error_bound=error_bound)
         return output
 
     attached = _replaced(units, lambda name: partial(call, name), CallCounts())
@@ -250,7 +242,7 @@ class _ManagedUnit:
         """
         devices = {tensor.device for tensor in tensors_of((args, kwargs)) if tensor.device.type == "cuda"}
         with copied(self._unit, parameters=False), torch.random.fork_rng(list(devices)):
-            trace = trace_call(self._unit, plain, args, kwargs, is_measured=False)[1]
+            trace = trace_call(self._unit, plain, args, kwargs)[1]
         if trace.fingerprint == planned.profile.fingerprint:
             return planned.program(trace)
         if self._unit.training and not any(self._programs.values()):

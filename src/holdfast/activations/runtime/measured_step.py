@@ -139,7 +139,7 @@ class MeasuredModel:
         # Contents differ from unit to unit: a pack must fit in the first, the middle and the last one.
         samples = {names[0]: {names[0], names[len(names) // 2], names[-1]} for names in classes.values()}
         every = {name for names in samples.values() for name in names}
-        measured = trace_units(self._model, every, self._run, measured=every, error_bound=self._error_bound)
+        measured = trace_units(self._model, every, self._run, error_bound=self._error_bound)
         seconds, self._plain_seconds = self._seconds()
         self._reset()
         _, peak = peak_bytes(self._run, self._device)

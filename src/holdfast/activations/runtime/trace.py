@@ -58,8 +58,7 @@ def trace_call(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
-    is_measured: bool,
-    error_bound: float = 0.0,
+    error_bound: float | None = None,
 ) -> tuple[Any, UnitTrace]:
     """Return the output of a call of a unit, and the trace of the call.
 
@@ -67,13 +66,13 @@ def trace_call(
         unit: The module that is called.
         forward: The module's own forward.
         args, kwargs: Arguments of the call.
-        is_measured: Whether packs are tried, ops are timed several times, and further calls measure the unit's costs.
-        error_bound: Of a measured call: bounded packs are tried above 0 alone.
+        error_bound: Measure: packs are tried, bounded ones above 0 alone, ops are timed several times, and further
+            calls measure the unit's peak. None: only trace.
     """
     tensors: list[torch.Tensor] = []
     form = take_apart((tuple(args), dict(kwargs)), tensors)
     signature = signature_of(unit, form, tensors)
-    recorder = _Recorder(unit, list(filter(is_plain, tensors)), rounds=_ROUNDS if is_measured else 1)
+    recorder = _Recorder(unit, list(filter(is_plain, tensors)), rounds=1 if error_bound is None else _ROUNDS)
     if not tensors or not all(map(is_plain, tensors)):
         recorder.refuse("an argument is no plain tensor" if tensors else "the unit is called without a tensor")
     if objects := [*objects_of(form[0]), *objects_of(form[1])]:
@@ -93,9 +92,9 @@ def trace_call(
         recorder.refuse("the unit's code changes a list or dict that is an argument")
     trace = recorder.finish(signature, output)
     # Code that a replay cannot repeat cannot be repeated here either.
-    if is_measured and not trace.why_not:
+    if error_bound is not None and not trace.why_not:
         trace = replace(trace, peak_bytes=unit_peak(unit, forward, form, tensors))
-    if is_measured:
+    if error_bound is not None:
         trace = with_packings(trace, recorder.held(), error_bound)
     return output, trace
 
