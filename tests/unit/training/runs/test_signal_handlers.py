@@ -114,7 +114,7 @@ def test_a_save_that_a_handler_adds_while_ended_ones_are_forgotten_is_not_lost()
             return super().done()
 
     first = SaveHandle("save of step 8")
-    first.committed = Interrupted()
+    first.near = Interrupted()
     saves.add(first)
     for handle in (first, of_handler):
         handle.fail(UnavailableError(f"{handle.name}: no room"))

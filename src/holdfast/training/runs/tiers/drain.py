@@ -45,6 +45,7 @@ from holdfast.training.runs.removal.retention import KeptFacts, waiting
 from holdfast.training.runs.run_parts import RunParts
 from holdfast.training.runs.step_request import StepRequest
 from holdfast.training.runs.tiers.drain_facts import facts_in, facts_of
+from holdfast.training.runs.tiers.drain_keys import COPYING, DRAINED, TOLD_MAX, DrainKeys
 from holdfast.training.saving.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
@@ -63,10 +64,6 @@ _RETRY_SECONDS = 5.0
 
 _END_SECONDS = 5.0
 _SAID_AFTER_SECONDS = 1.0
-_TOLD_MAX = 1024
-"""Steps whose end is remembered, for ranks that ask late, and handles that are watched late."""
-_COPYING, _DRAINED = "copying", "drained"
-"""What rank 0 tells of a step; any other text is the reason why the root does not get the step."""
 
 
 @dataclass(slots=True)
@@ -101,7 +98,7 @@ class Drain:
         self._ends: dict[StepAndDigest, CheckpointError | None] = {}
         """How the last drains ended: a handle is watched from the end of its save on."""
         self._at_root: dict[StepAndDigest, KeptFacts] | None = None
-        self._told: list[str] = []
+        self._keys = DrainKeys(job)
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()  # Set under GUARD: a signal handler may save while the training thread sets it.
         self._is_stopped = False
@@ -166,6 +163,8 @@ class Drain:
             _end_handle(handle, undrained(name[0], "the manager was closed"))
         if left and self._is_first:
             logger.warning("%s", undrained(left[-1][0], "the manager was closed"))
+        if self._newest is not None and may_wait():
+            self._keys.end_last()
         return not left
 
     def _add(self, name: StepAndDigest) -> None:
@@ -227,7 +226,7 @@ class Drain:
         """Drain what waits, in the order of steps. On rank 0."""
         while not self._is_stopped and (manifest := self._next()) is not None:
             name = name_of(manifest)
-            self._tell(name, _COPYING)
+            self._keys.tell(name, COPYING)
             try:
                 self._drain(manifest, name)
             except (CorruptError, ConflictError) as error:
@@ -296,11 +295,11 @@ class Drain:
         """Copy the share of this rank of the step that rank 0 drains, and end the steps that rank 0 has ended."""
         for name, due in list(self._due.items()):
             told = self._told_of(name)
-            if told == _COPYING:
+            if told == COPYING:
                 if not due.is_copied and not self._is_stopped and (manifest := self.manifest_of(name)) is not None:
                     self._copy_share(self._drain_of(manifest), name)
             elif told is not None:
-                self._end(name, None if told == _DRAINED else undrained(name[0], told))
+                self._end(name, None if told == DRAINED else undrained(name[0], told))
 
     def _drain_of(self, manifest: Manifest) -> StepDrain:
         comm = self._job.comm
@@ -346,39 +345,23 @@ class Drain:
         due = self._due.pop(name, None)
         for pins, pin in () if due is None else due.pins:
             pins.unpin(pin, is_committed=True)
-        self._tell(name, _DRAINED if error is None else str(error))
+        self._keys.tell(name, DRAINED if error is None else str(error))
         with GUARD:
             self._ends[name] = error
-            while len(self._ends) > _TOLD_MAX:
+            while len(self._ends) > TOLD_MAX:
                 del self._ends[next(iter(self._ends))]
             ended = [handle for each, handle in self._handles if each == name]
             self._handles = [each for each in self._handles if each[0] != name]
         for handle in ended:
             _end_handle(handle, error)
 
-    def _tell(self, name: StepAndDigest, text: str) -> None:
-        job, key = self._job, self._job.key("drain", name[1])
-        if not self._is_first or job.comm.world_size == 1:
-            return
-        with suppress(CheckpointError, TimeoutError):
-            job.key_value_store.set(key, text.encode(), job.seconds_left(job.deadline()))
-            if key not in self._told:
-                self._told.append(key)
-            if len(self._told) > _TOLD_MAX:
-                job.key_value_store.delete([self._told.pop(0)])
-
     def _told_of(self, name: StepAndDigest) -> str | None:
         """Return what rank 0 tells of a step; None if nothing yet."""
-        job, key = self._job, self._job.key("drain", name[1])
         try:
-            if not job.key_value_store.present(key):
-                return None
-            (text,) = job.key_value_store.get_many([key], job.seconds_left(job.deadline()))
+            return self._keys.told_of(name)
         except (CheckpointError, TimeoutError) as error:
-            # Rank 0 may have ended after its drain, and the key-value store with it.
             is_there = self.manifest_of(name, self._run.root) is not None
-            return _DRAINED if is_there else f"rank 0 does not answer: {error}"
-        return text.decode()
+            return DRAINED if is_there else f"rank 0 does not answer: {error}"
 
 
 def _end_handle(handle: SaveHandle, error: CheckpointError | None) -> None:
