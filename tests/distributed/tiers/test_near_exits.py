@@ -13,8 +13,8 @@ import holdfast
 from tests.distributed.tiers.exit_cases import state_of
 from tests.support.forked_processes import Forked, Work, start_ranks
 
-GRACE_SECONDS, LATE_SECONDS = 4.0, 3.0
-"""This grace leaves the process 0.4 s for its exit, which a busy machine may miss; the usual one of 30 s leaves 2 s."""
+GRACE_SECONDS, LATE_SECONDS = 6.0, 3.0
+"""This grace leaves the process 0.6 s for its exit, which a busy machine may miss; the usual one of 30 s leaves 2 s."""
 
 HANGS = {"fast": "", "drain hangs": "upload.write", "root hangs": "put,put_if_absent,get,size,list,upload,folders"}
 
@@ -32,7 +32,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, End
     folders = {name: tmp_path_factory.mktemp("exits") for name in HANGS}
     works = [
         Work.of_rank(
-            0, folders[name], "tests.distributed.tiers.exit_cases:preempted", folders[name], GRACE_SECONDS, hang
+            0,
+            folders[name],
+            "tests.distributed.tiers.exit_cases:preempted",
+            folders[name],
+            GRACE_SECONDS if hang else 20,
+            hang,
         )
         for name, hang in HANGS.items()
     ]
