@@ -217,7 +217,8 @@ class CheckpointManager(StoredSteps):
             )
         place = self._due.place_of(step)
         is_base_due = self._redo_log is not None and self._redo_log.is_base_due and step != self._position.loaded
-        return self._begin_save(step, replace(passed, near_only=place == "near")) if place or is_base_due else None
+        near_only = place == "near" and not (tags or move_tags)
+        return self._begin_save(step, replace(passed, near_only=near_only)) if place or is_base_due else None
 
     @property
     def recoverable(self) -> int | None:

@@ -285,7 +285,7 @@ class RunPosition:
 
     def _saves(self) -> frozenset[StepPin]:
         """Return the pins of the saves that are under way, or whose outcome is unknown."""
-        return frozenset().union(*(pins.saves() for pins in self.pins))
+        return frozenset(pin for pins in self.pins for pin in pins.saves() if not pin.is_drain)
 
     def _new_number_and_id(self, stored: RunTimelines) -> tuple[int, str]:
         # A timeline of this process may have no committed step yet. Its number must not be used again.

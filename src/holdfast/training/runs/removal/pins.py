@@ -10,10 +10,12 @@ from holdfast.base.interrupts import GUARD
 class StepPin:
     """What one save needs. Each save has its own: after training went back, two saves of one step may be in flight."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, is_drain: bool = False) -> None:
         """Pin nothing yet."""
         self.step = step
         """The step that is saved."""
+        self.is_drain = is_drain
+        """Whether the step is saved already, and is copied from the near tier to the root."""
         self.base: int | None = None
         """The step that the save may refer to. Set by `Pins`."""
         self.is_over = False

@@ -179,7 +179,7 @@ class Drain:
         self._wake_up()
 
     def _pin(self, due: _Due, pins: Pins, step: int) -> None:
-        pin = StepPin(step)
+        pin = StepPin(step, is_drain=True)
         pins.pin(pin, None)
         due.pins.append((pins, pin))
 
@@ -247,8 +247,8 @@ class Drain:
         copied_bytes = self._copy_share(drain, name)
         self._copy_rest(drain)
         # A save that found its step as it was loaded has not taken the lease.
-        epoch = self._near.writer_lease.hold(manifest.run_id)
-        if self._is_stopped:
+        epoch = 0 if self._is_stopped else self._near.writer_lease.hold(manifest.run_id)
+        if not epoch or self._is_stopped:
             raise undrained(manifest.step, "the manager was closed")
         outcome = drain.publish(epoch)
         if outcome.error is not None:

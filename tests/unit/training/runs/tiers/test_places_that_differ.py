@@ -12,6 +12,7 @@ import torch
 
 import holdfast
 from holdfast.errors import CorruptError
+from holdfast.stored.repository.timelines import run_timelines
 from tests.unit.training.runs.tiers.test_near_tier import (
     COUNT,
     Place,
@@ -172,8 +173,11 @@ def test_a_step_that_gets_a_tag_later_is_drained(place: Place) -> None:
         loaded(manager)
         train(manager, 10)
         manager.tag(10, "best")
-        manager.save(11, state_of(11), near_only=True).wait()
-    assert steps_in(place.root) == [10, 11]
+        train(manager, 20)
+        tagged = manager.maybe_save(30, state_of(30), tags={"other"})
+        assert tagged is not None
+        tagged.wait("committed", timeout=20)
+    assert steps_in(place.root) == [10, 20, 30]
 
 
 def test_a_near_step_that_is_saved_as_it_was_loaded_is_committed_once_the_root_has_it(
@@ -198,3 +202,19 @@ def test_a_new_near_tier_is_one_although_the_first_thing_is_to_discard_steps(pla
         assert loaded(manager, step=20, discard_newer=True) == 20
     trained(place, 30)
     assert steps_in(place.near) == [30]
+
+
+def test_a_superseded_step_that_waits_for_the_drain_begins_no_timeline(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with place.manager() as manager:
+        monkeypatch.setattr(manager._near.drain, "_wake_up", lambda: None)  # type: ignore[union-attr]
+        loaded(manager)
+        for step in (20, 40):
+            manager.save(step, state_of(step)).wait("near")
+        loaded(manager, step=20)
+        manager.save(30, state_of(30)).wait("near")
+        assert loaded(manager, step=30) == 30 and not manager._position.has_gone_back
+        manager.save(31, state_of(31)).wait("near")
+        assert run_timelines(manager._run).newest.number == 2
+        manager.close(wait=False)
