@@ -89,7 +89,7 @@ class RunParts:
         """Called on each rank after a commit into the place, with step, digest, and whether the step is due at the
         root. Set for a near tier."""
         self.why_no_room: Callable[[], str] | None = None
-        """Returns why the place has no room for the next step; empty if there is room. On rank 0. Set for a near tier."""
+        """Returns why the place has no room for the next step; empty if there is room. Set for a near tier."""
         self._home = CheckpointLocation(store, "", None, references=state.home.references, root=store)
         self._committed: tuple[int, BaseStep | None] = -1, None
         """The step that this rank committed last into the place, and how often this process had loaded then."""

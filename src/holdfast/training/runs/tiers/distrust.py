@@ -12,6 +12,7 @@ from holdfast.base.clock import Clock, utc_now_text
 from holdfast.base.ports.store import Store
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.core.format.names import manifest_keys
+from holdfast.core.format.sealed_json import stated_digest
 from holdfast.errors import MissingError
 from holdfast.stored.repository.publish import get_or_none
 from holdfast.stored.repository.quarantine import identity_of, quarantine, quarantined
@@ -37,7 +38,8 @@ def distrust(run: Store, clock: Clock, step: int, digest: str, reason: str) -> N
         known = quarantined(place).get(step, {})
         for key in manifest_keys(step, digest):
             data = get_or_none(place, key, MANIFEST_BYTES_MAX)
-            if data is None or (identity := identity_of(data)) in known:
+            # A newer timeline may have saved the step again.
+            if data is None or stated_digest(data) != digest or (identity := identity_of(data)) in known:
                 continue
             quarantine(place, step, key, identity, f"distrusted: {reason}", utc_now_text(clock))
             logger.warning(

@@ -29,10 +29,19 @@ from holdfast.base.types.removal import StepAndDigest
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.core.format.names import manifest_keys, step_of_pack
 from holdfast.core.plan.drain import share_of
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, UnavailableError, first_three, shown_bytes
+from holdfast.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    MissingError,
+    UnavailableError,
+    first_three,
+    shown_bytes,
+)
 from holdfast.policies import KeepPolicy
 from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.publishing.outcome import OutcomeKind
+from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.latest import name_latest
 from holdfast.stored.repository.publish import get_or_none
 from holdfast.stored.repository.tags import read_tags
@@ -229,7 +238,7 @@ class Drain:
             self._keys.tell(name, COPYING)
             try:
                 self._drain(manifest, name)
-            except (CorruptError, ConflictError) as error:
+            except (ConflictError, CorruptError, MissingError) as error:
                 if self._near.writer_lease.epoch:
                     self._near.writer_lease.require(self._run.root)
                 # Of this step alone: the next ones must not wait for it.
@@ -272,8 +281,10 @@ class Drain:
             self._at_root = dict(facts_in(self._run))
         manifests: dict[StepAndDigest, Manifest] = {}
         tags = read_tags(self._run)
+        fence = current_fence(self._run)
         for name in {(tag.step, tag.digest) for tag in tags.whole.values()} - self._at_root.keys():
-            if self.manifest_of(name) is not None:
+            manifest = self.manifest_of(name)
+            if manifest is not None and fence.admits(name[0], manifest.epoch, manifest.digest):
                 self._add(name)  # Tagged since it was saved for the near tier alone.
         for name in sorted(self._due):
             manifest = self.manifest_of(name)

@@ -218,3 +218,16 @@ def test_a_superseded_step_that_waits_for_the_drain_begins_no_timeline(
         manager.save(31, state_of(31)).wait("near")
         assert run_timelines(manager._run).newest.number == 2
         manager.close(wait=False)
+
+
+def test_the_step_that_was_loaded_is_distrusted_and_not_another_with_its_number(place: Place) -> None:
+    with place.manager(near=None) as manager:
+        loaded(manager)
+        train(manager, 20, 40)
+        former = run_timelines(manager._run).chain[-1]
+        loaded(manager, step=20)
+        train(manager, 40)
+        assert manager.load(state_of(0), step=f"40@{former.digest}") == 40
+        manager.distrust("the loss is not finite")
+    quarantined = {step.manifest.digest for step in holdfast.api.list_steps(place.root).steps if step.quarantined}
+    assert quarantined == {former.digest}
