@@ -100,7 +100,8 @@ class StepDrain:
             UnavailableError: A store failed, or the drain was cancelled.
         """
         chosen = list(files)
-        unfinished = f"{COPYING_FOLDER}{self._folder}"
+        # No folder of the step: on a file system each would stay, empty.
+        unfinished = f"{COPYING_FOLDER}{self._folder.rstrip('/')}-"
         copies = self._copies = FileCopies(
             self._near,
             self._root,
@@ -204,7 +205,8 @@ class StepDrain:
         """Remove unfinished files of this step and of older ones: steps are drained in order."""
         entries = self._root.list(COPYING_FOLDER, after=COPY_CLAIM_FILE)
         unfinished = [entry.key for entry in entries]
-        of_older = [key for key in unfinished if key.split("/")[1] <= self._folder.rstrip("/")]
+        newest = self._folder.rstrip("/")
+        of_older = [key for key in unfinished if key.removeprefix(COPYING_FOLDER)[: len(newest)] <= newest]
         if of_older:
             self._root.delete(of_older)
 

@@ -14,6 +14,7 @@ from holdfast.stored.repository.epochs import is_valid_manifest
 from holdfast.stored.repository.manifest_removal import return_to_folder
 from holdfast.stored.repository.quarantine import is_set_aside
 from holdfast.stored.repository.timelines import superseded_keys
+from holdfast.stored.repository.two_roots import TwoRoots
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +27,16 @@ def finish_removals(store: Store, fence: Fence) -> None:
     unless it does not count. A collection decides about it again; and if it was taken by mistake, it must not be lost.
 
     Args:
-        store: The root of the run.
+        store: The root of the run; with a near tier `TwoRoots`.
         fence: Which manifests count.
     Raises:
         UnavailableError: Storage failed.
     """
+    if isinstance(store, TwoRoots):
+        # Each by itself: a manifest goes back where its packs are.
+        finish_removals(store.near, fence)
+        finish_removals(store.root, fence)
+        return
     for step, key in superseded_keys(store):
         if not is_aside(key):
             continue

@@ -13,6 +13,7 @@ import torch
 
 import holdfast
 from holdfast.backends.stores.local import LocalStore
+from holdfast.core.format.names import aside_key
 from holdfast.errors import (
     CheckpointError,
     ConflictError,
@@ -315,6 +316,28 @@ def test_a_budget_in_bytes_counts_what_the_folder_holds(place: Place) -> None:
             manager.save(25, state_of(25), near_only=True).wait()
         report = manager.save(40, state_of(40)).wait()
         assert report is not None and report.tier == "root"
+
+
+@pytest.mark.parametrize("removed_from", ["near", "root"])
+def test_a_removal_that_a_kill_interrupted_gives_the_manifest_back_where_it_was(
+    place: Place, removed_from: str
+) -> None:
+    with place.manager(near=5) as manager:
+        loaded(manager)
+        train(manager, 5, 10, 15, 20)
+        manager.close(wait=False)
+    removed, step = (place.near, 15) if removed_from == "near" else (place.root, 20)
+    other = place.root if removed_from == "near" else place.near
+    if removed_from == "root":
+        shutil.rmtree(place.near / "step-000000000020")
+    (removed / "superseded").mkdir(exist_ok=True)
+    manifest = removed / f"step-{step:012d}" / "manifest.json"
+    manifest.rename(removed / aside_key(step, bytes(5)))
+    with place.manager(near=5) as manager:
+        loaded(manager)
+        manager.save(30, state_of(30), near_only=True).wait("near")
+        assert step in steps_in(removed) and step not in steps_in(other)
+        manager.close(wait=False)
 
 
 # ------------------------------------------------------------------------------------------------- damage

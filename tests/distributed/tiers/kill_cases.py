@@ -1,0 +1,57 @@
+"""What the ranks of a run with a near tier do until they are killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.settings import Settings
+from tests.support.forked_processes import write_whole
+from tests.support.gloo_worlds import World
+
+SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=3.0)
+COUNT, EVERY = 40_000, 3
+
+
+def state_of(step: int, rank: int = 0) -> dict[str, object]:
+    weights = torch.randn(COUNT, generator=torch.Generator().manual_seed(step))
+    return {"weights": weights, "frozen": torch.ones(COUNT), "step": step, "own": holdfast.PerRank((step, rank))}
+
+
+def manager_at(folder: Path, **options: object) -> holdfast.CheckpointManager:
+    near = holdfast.Tier(folder / "near", every=1)
+    return holdfast.CheckpointManager(
+        folder / "root", every=EVERY, keep_last=2, near=near, preemption=False, settings=SETTINGS, **options
+    )
+
+
+def live(world: World, folder: str, begun: str, at_least: int) -> None:
+    """Resume, refuse an older step or wrong bits, and save each step; rank 0 notes what was acknowledged."""
+    place, state = Path(folder), state_of(0, world.rank)
+    manager = manager_at(place)
+    resumed = manager.load(state) or 0
+    assert resumed >= at_least, f"resumed at step {resumed}; {at_least} was acknowledged"
+    if resumed:
+        expected = state_of(resumed, world.rank)
+        assert all(torch.equal(state[name], expected[name]) for name in ("weights", "frozen"))
+        assert (state["step"], state["own"].value) == (resumed, expected["own"].value)
+    acknowledged = os.open(place / "acknowledged", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    due = []
+    for step in range(resumed + 1, resumed + 10_000):
+        handle = manager.maybe_save(step, state_of(step, world.rank))
+        assert handle is not None
+        handle.wait("near")
+        due += [(step, handle)] if step % EVERY == 0 else []
+        if world.rank == 0:
+            os.write(acknowledged, f"near {step}\n".encode())
+            for number, each in due:
+                if each.committed.done() and each.committed.exception() is None:
+                    os.write(acknowledged, f"root {number}\n".encode())
+            due = [pair for pair in due if not pair[1].committed.done()]
+        if step == resumed + 1 and world.rank == 0:
+            write_whole(place / begun, "")
+        dist.barrier()

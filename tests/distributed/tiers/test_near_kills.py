@@ -1,0 +1,84 @@
+"""All ranks of a run with a near tier are killed again and again: what was acknowledged near is there, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import api
+from tests.distributed.tiers.kill_cases import SETTINGS, manager_at, state_of
+from tests.support.gloo_worlds import Case, Launch
+
+LIVES = int(os.environ.get("NEAR_LIVES", "6"))
+"""How often a run is killed."""
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120 + 15 * LIVES)]
+
+
+def newest(folder: Path, place: str) -> int:
+    """Return the newest step that rank 0 was told of."""
+    path = folder / "acknowledged"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return max((int(line.split()[1]) for line in lines if line.startswith(place)), default=0)
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in root.glob("step-*/manifest.json"))
+
+
+def lived(folder: Path, number: int, seconds: float, at_least: int) -> None:
+    """Let two ranks resume and save, and kill both some time after their first save."""
+    case = Case(
+        "tests.distributed.tiers.kill_cases:live",
+        {"folder": str(folder), "begun": f"begun-{number}", "at_least": at_least},
+    )
+    with Launch(2, [case], folder / f"life-{number}") as launch:
+        deadline = time.monotonic() + 60.0
+        while not (folder / f"begun-{number}").exists():
+            ended = [process.poll() for process in launch.processes]
+            assert time.monotonic() < deadline and ended == [None, None], _said(folder / f"life-{number}")
+            time.sleep(0.01)
+        time.sleep(seconds)
+        assert [process.poll() for process in launch.processes] == [None, None], _said(folder / f"life-{number}")
+        for process in launch.processes:
+            process.send_signal(signal.SIGKILL)
+
+
+def _said(scratch: Path) -> str:
+    return "\n".join(path.read_text(errors="replace")[-3000:] for path in scratch.glob("l*.?*"))
+
+
+def test_no_acknowledged_step_is_lost_by_kills(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance, at_least = random.Random(seed), 0
+    for number in range(LIVES):
+        lived(tmp_path, number, chance.random() * 0.7, at_least)
+        act = chance.choice(["resume", "resume", "drain", "lose"])
+        at_least = newest(tmp_path, "near")
+        if act == "drain":
+            api.drain(str(tmp_path / "near"), settings=SETTINGS)
+            assert steps_in(tmp_path / "root")[-1] == steps_in(tmp_path / "near")[-1] >= at_least
+        elif act == "lose":
+            shutil.rmtree(tmp_path / "near")
+            at_least = newest(tmp_path, "root")
+            (tmp_path / "acknowledged").write_text(f"near {at_least}\nroot {at_least}\n")
+        print(f"{number + 1}/{LIVES}: {act}, {at_least} acknowledged, {steps_in(tmp_path / 'root')} in the root")
+    state = state_of(0)
+    with manager_at(tmp_path, process_group=False) as manager:
+        step = manager.load(state, skip="own")
+        assert step is not None and step >= at_least and torch.equal(state["weights"], state_of(step)["weights"])
+        manager.save(step + 1, state_of(step + 1)).wait()
+    for place in ("near", "root"):
+        for each in steps_in(tmp_path / place):
+            assert list(holdfast.open_checkpoint(tmp_path / place / f"step-{each:012d}").verify()) == []
+    assert not list((tmp_path / "root").glob("copying/*")), "the drain removes what killed ones left"
+    assert step + 1 in steps_in(tmp_path / "root") and len(steps_in(tmp_path / "near")) <= 3
