@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast._face import wiring
+from holdfast.errors import CheckpointError
 from holdfast.settings import Settings
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.support.forked_processes import write_whole
 from tests.support.gloo_worlds import World
 
-SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=3.0)
+SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=2.0)
 COUNT, EVERY = 40_000, 3
 
 
@@ -55,3 +62,39 @@ def live(world: World, folder: str, begun: str, at_least: int) -> None:
         if step == resumed + 1 and world.rank == 0:
             write_whole(place / begun, "")
         dist.barrier()
+
+
+def stopped(folder: str) -> None:
+    """Save steps; stop in the act of publishing step 6 in the root, and go on after somebody else has taken over."""
+    torch.set_num_threads(1)
+    place, is_over = Path(folder), threading.Event()
+
+    def stop(operation: FaultPoint) -> None:
+        if operation.subject == "step-000000000006/manifest.json" and not is_over.is_set():
+            is_over.set()
+            # To this thread: one that is sent to the process may stop it only after this thread has published.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+    faults, store_at = Faults(stop, names={"put_if_absent"}, lasting=True), wiring.store_at
+    wiring.store_at = lambda path, settings: FaultyStore(store_at(path, settings), faults)
+    manager, said = manager_at(place, process_group=False), {}
+    manager.load(state_of(0))
+    for step in (1, 2, 3):
+        manager.maybe_save(step, state_of(step)).wait()
+    write_whole(place / "begun", "")
+    while not (place / "go").exists():
+        time.sleep(0.01)
+    for step in (4, 5, 6):
+        handle = manager.maybe_save(step, state_of(step))
+        handle.wait("near")
+    is_over.wait()
+    time.sleep(0.5)
+    for step in (7, 8, 9):
+        try:
+            manager.maybe_save(step, state_of(-step)).wait("near")
+            said[step] = "saved"
+        except CheckpointError as error:
+            said[step] = f"{type(error).__name__}: {error}"
+    said["drain"] = repr(handle.committed.exception(20))
+    manager.close(wait=False)
+    write_whole(place / "said", json.dumps(said))

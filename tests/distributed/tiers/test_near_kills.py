@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ import torch
 
 import holdfast
 from holdfast import api
+from holdfast.errors import ConflictError
 from tests.distributed.tiers.kill_cases import SETTINGS, manager_at, state_of
+from tests.support.forked_processes import Forked, Work, start_ranks
 from tests.support.gloo_worlds import Case, Launch
 
 LIVES = int(os.environ.get("NEAR_LIVES", "6"))
@@ -82,3 +86,41 @@ def test_no_acknowledged_step_is_lost_by_kills(tmp_path: Path) -> None:
             assert list(holdfast.open_checkpoint(tmp_path / place / f"step-{each:012d}").verify()) == []
     assert not list((tmp_path / "root").glob("copying/*")), "the drain removes what killed ones left"
     assert step + 1 in steps_in(tmp_path / "root") and len(steps_in(tmp_path / "near")) <= 3
+
+
+def test_a_job_excludes_a_drain_by_hand_and_nothing_of_it_counts_once_another_took_over(tmp_path: Path) -> None:
+    work = Work.of_rank(0, tmp_path, "tests.distributed.tiers.kill_cases:stopped", tmp_path)
+    (process,) = start_ranks([work])
+    try:
+        _await(lambda: (tmp_path / "begun").exists(), process, tmp_path)
+        with pytest.raises(ConflictError, match=f"another job writes here.*process {process.pid}"):
+            api.drain(str(tmp_path / "near"), settings=SETTINGS)
+        (tmp_path / "go").touch()
+        _await(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text(), process, tmp_path)
+        state = state_of(0)
+        with manager_at(tmp_path, process_group=False) as manager:
+            assert manager.load(state) == 6
+            for step in (7, 8, 9):
+                handle = manager.maybe_save(step, state_of(step))
+                assert handle is not None
+                handle.wait()
+        before = steps_in(tmp_path / "root"), steps_in(tmp_path / "near")
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.wait(60) == 0, (tmp_path / "log.0").read_text()
+    finally:
+        process.send_signal(signal.SIGKILL)
+    said = json.loads((tmp_path / "said").read_text())
+    assert all(said[str(step)].startswith("ConflictError") for step in (7, 8, 9)), said
+    assert before == (steps_in(tmp_path / "root"), steps_in(tmp_path / "near"))
+    with manager_at(tmp_path, process_group=False) as manager:
+        assert manager.load(state) == 9 and torch.equal(state["weights"], state_of(9)["weights"])
+    for place in ("near", "root"):
+        for each in steps_in(tmp_path / place):
+            assert list(holdfast.open_checkpoint(tmp_path / place / f"step-{each:012d}").verify()) == []
+
+
+def _await(is_so: Callable[[], bool], process: Forked, scratch: Path) -> None:
+    deadline = time.monotonic() + 60.0
+    while not is_so():
+        assert time.monotonic() < deadline and process.poll() is None, _said(scratch)
+        time.sleep(0.01)
