@@ -3,7 +3,8 @@
     python examples/train.py out
     torchrun --nproc-per-node 2 examples/train.py out
 
-The second start of a command goes on where the last committed save was; with `--differential`, at the last step.
+The second start of a command goes on where the last committed save was; with `--differential`, at the last step. With
+`--near /local/nvme/out` every second step is saved there, and each step that is due in `out` is copied behind training.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--every", type=int, default=5)
 parser.add_argument("--accumulate", type=int, default=2)
 parser.add_argument("--differential", action="store_true")
+parser.add_argument("--near", help="a fast local folder before the root")
 arguments = parser.parse_args()
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -43,8 +45,9 @@ replica = DistributedDataParallel(model) if is_distributed else model
 torch.manual_seed(1000 + rank)
 text = text_of(arguments.text)
 
+near = None if arguments.near is None else holdfast.Tier(arguments.near, every=2)
 manager = holdfast.CheckpointManager(
-    arguments.folder, every=arguments.every, keep_last=3, differential=arguments.differential
+    arguments.folder, every=arguments.every, keep_last=3, near=near, differential=arguments.differential
 )
 state = {"model": model, "optimizer": optimizer, "schedule": schedule, "rng": holdfast.RngState()}
 first = (manager.load(state) or 0) + 1

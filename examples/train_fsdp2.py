@@ -21,6 +21,7 @@ parser.add_argument("folder")
 parser.add_argument("--text", default=__file__)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--every", type=int, default=5)
+parser.add_argument("--near", help="a fast local folder before the root")
 arguments = parser.parse_args()
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -35,7 +36,8 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = holdfast.data.Loader(Windows(text_of(arguments.text)), global_batch=16, micro_batch=8, seed=1)
 
-manager = holdfast.CheckpointManager(arguments.folder, every=arguments.every, keep_last=3)
+near = None if arguments.near is None else holdfast.Tier(arguments.near, every=2)
+manager = holdfast.CheckpointManager(arguments.folder, every=arguments.every, keep_last=3, near=near)
 state = {"model": model, "optimizer": optimizer, "data": loader, "rng": holdfast.RngState()}
 manager.load(state)
 

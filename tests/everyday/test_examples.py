@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,10 +45,13 @@ def losses_of(text: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"^step (\d+) loss (\S+)$", text, re.MULTILINE)}
 
 
-def undisturbed(name: str, folder: Path) -> dict[int, str]:
-    """Run an example to its end in ranks that have torch imported, which takes most of its time; return its losses."""
-    arguments, environment = [SCRIPTS[name], str(folder)], [{}]
-    folder.mkdir()
+def undisturbed(name: str, folder: Path, *options: str, is_killed: bool = False) -> dict[int, str]:
+    """Run an example in ranks that have torch imported, which takes most of its time; return its losses.
+
+    It runs to its end, or is killed after some step.
+    """
+    arguments, environment = [SCRIPTS[name], str(folder), *options], [{}]
+    folder.mkdir(exist_ok=True)
     if name != "one process":
         # As torchrun does: the launcher has the store, so that no port can be taken by somebody else.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -57,16 +61,25 @@ def undisturbed(name: str, folder: Path) -> dict[int, str]:
         Work.of_rank(rank, folder, "tests.everyday.test_examples:be_example", *arguments, **each)
         for rank, each in enumerate(environment)
     ]
-    codes = [process.wait(240) for process in start_ranks(works)]
+    for work in works:
+        Path(work.status).unlink(missing_ok=True)
+        Path(work.log).touch()
+    processes = start_ranks(works)
+    while is_killed and f"\nstep {KILLED_AT} " not in Path(works[0].log).read_text():
+        assert processes[0].poll() is None, Path(works[0].log).read_text()
+        time.sleep(0.002)
+    for process in processes if is_killed else ():
+        process.send_signal(signal.SIGKILL)
+    codes = [process.wait(240) for process in processes]
     logs = "".join(Path(work.log).read_text() for work in works)
-    assert codes == [0] * len(works), logs
+    assert codes == [-signal.SIGKILL if is_killed else 0] * len(works), logs
     return losses_of(logs)
 
 
-def be_example(script: str, folder: str) -> None:
+def be_example(script: str, folder: str, *options: str) -> None:
     """Run an example as a program, in this process."""
     sys.path.insert(0, str(EXAMPLES))
-    sys.argv = [script, f"{folder}/saved", "--steps", str(STEPS)]
+    sys.argv = [script, f"{folder}/saved", "--steps", str(STEPS), *options]
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
@@ -121,6 +134,18 @@ def test_killed_example_resumes_to_the_same_losses(name: str, tmp_path: Path) ->
     assert first % 5 == 1, "every fifth step is saved"
     assert {**before, **after} == whole
     assert list(after) == [*range(first, STEPS + 1)]
+    if name == "FSDP2":
+        require_same_with_near(name, tmp_path / "twice", whole)
+
+
+def require_same_with_near(name: str, folder: Path, whole: dict[int, str]) -> None:
+    options = "--near", str(folder / "near")
+    before = undisturbed(name, folder, *options, is_killed=True)
+    after = undisturbed(name, folder, *options)
+    assert KILLED_AT - 2 <= min(after) <= max(before) + 1 and min(after) % 2 == 1, "every second step is near"
+    assert {**before, **after} == whole
+    drained = folder / "saved" / f"step-{STEPS - 1:012d}" / "manifest.json"
+    assert drained.exists(), "close drains the newest step"
 
 
 @pytest.mark.long
