@@ -10,8 +10,8 @@ from holdfast.base.ports.store import Store
 from holdfast.core.format.names import RUN_FILE
 from holdfast.core.format.sealed_json import Text, decode_sealed, header, sealed
 from holdfast.errors import InvalidError
-from holdfast.stored.repository.catalog import ensure_run, exists, read_run_id, root_of_near
-from holdfast.stored.repository.publish import get_or_none, publish
+from holdfast.stored.repository.catalog import ensure_run, read_run_id, root_of_near
+from holdfast.stored.repository.publish import get_or_none, holds, publish
 from holdfast.stored.repository.run_readme import put_readme
 from holdfast.stored.repository.tags import TAGS_FOLDER
 from holdfast.stored.repository.two_roots import TwoRoots
@@ -93,7 +93,7 @@ def ensure_near(run: TwoRoots, new_id: str, created: str) -> str:
         document = {**header("run", minor=0), "run_id": run_id, "created": created, "root": run.root.url}
         publish(run.near, RUN_FILE, sealed(document))
         put_readme(run.near)
-    leave_tags(run)
+    renew_tags(run)
     return run_id
 
 
@@ -108,6 +108,11 @@ def record_near(run: TwoRoots) -> None:
         run.root.put(NEAR_FILE, record)
 
 
-def leave_tags(run: TwoRoots) -> None:
-    """Remove near the tags that were removed while the near tier was away: they would keep their steps."""
-    run.near.delete([entry.key for entry in run.near.list(TAGS_FOLDER) if not exists(run.root, entry.key)])
+def renew_tags(run: TwoRoots) -> None:
+    """Give the near tier the tags of the root: those that were removed or moved while it was away keep its steps."""
+    for entry in list(run.near.list(TAGS_FOLDER)):
+        data = get_or_none(run.root, entry.key, _BYTES_MAX)
+        if data is None:
+            run.near.delete([entry.key])
+        elif not holds(run.near, entry.key, data):
+            run.near.put(entry.key, data)

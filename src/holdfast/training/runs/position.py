@@ -169,6 +169,11 @@ class RunPosition:
         return bool(self._newer)
 
     @property
+    def timeline(self) -> Timeline | None:
+        """The timeline of the saves since the last load; None before the first of them."""
+        return self._timeline
+
+    @property
     def origin_step(self) -> int | None:
         """The step that was loaded last."""
         return None if self._origin is None else self._origin.step

@@ -14,7 +14,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.repository.catalog import manifest_digest
 from holdfast.stored.repository.epochs import forget_steps
-from holdfast.stored.repository.near_tier import leave_tags
+from holdfast.stored.repository.near_tier import renew_tags
 from holdfast.stored.repository.quarantine import list_records, release
 from holdfast.stored.repository.removal import mark_key, marks, put_request, remove_marks
 from holdfast.stored.repository.tags import Tags, read_tags, remove_tag_of_step
@@ -80,7 +80,7 @@ class StepRemoval:
         run_id = require_run(store)
         with hold_writer_lease(store, clock, lease_seconds, run_id) as writer_lease:
             if isinstance(store, TwoRoots):
-                leave_tags(store)
+                renew_tags(store)
             # Only now: nobody else moves or removes a step from here on.
             chosen = self._chosen(store)
             request = ""

@@ -53,7 +53,7 @@ from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.runs.removal.retention import KeptFacts, waiting
 from holdfast.training.runs.run_parts import RunParts
 from holdfast.training.runs.step_request import StepRequest
-from holdfast.training.runs.tiers.drain_facts import facts_in, facts_of
+from holdfast.training.runs.tiers.drain_facts import facts_in, facts_of, undrained
 from holdfast.training.runs.tiers.drain_keys import COPYING, DRAINED, TOLD_MAX, DrainKeys
 from holdfast.training.saving.handle import SaveHandle
 
@@ -108,6 +108,8 @@ class Drain:
         """How the last drains ended: a handle is watched from the end of its save on."""
         self._at_root: dict[StepAndDigest, KeptFacts] | None = None
         self._keys = DrainKeys(job)
+        self._given_up: set[StepAndDigest] = set()
+        """Steps whose drain failed for good, in this job."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()  # Set under GUARD: a signal handler may save while the training thread sets it.
         self._is_stopped = False
@@ -243,6 +245,7 @@ class Drain:
                     self._near.writer_lease.require(self._run.root)
                 # Of this step alone: the next ones must not wait for it.
                 logger.warning("step %s is not drained: %s", manifest.step, error)
+                self._given_up.add(name)
                 self._end(name, error)
             self._root.collect_soon()
             self._near.collect_soon()
@@ -282,7 +285,8 @@ class Drain:
         manifests: dict[StepAndDigest, Manifest] = {}
         tags = read_tags(self._run)
         fence = current_fence(self._run)
-        for name in {(tag.step, tag.digest) for tag in tags.whole.values()} - self._at_root.keys():
+        tagged = {(tag.step, tag.digest) for tag in tags.whole.values()}
+        for name in tagged - self._at_root.keys() - self._given_up:
             manifest = self.manifest_of(name)
             if manifest is not None and fence.admits(name[0], manifest.epoch, manifest.digest):
                 self._add(name)  # Tagged since it was saved for the near tier alone.
@@ -295,7 +299,7 @@ class Drain:
             else:
                 manifests[name] = manifest
         due = [facts_of(manifest, tags.of(*name)) for name, manifest in manifests.items()]
-        waits = waiting(self._keep, due, self._at_root.values())
+        waits = waiting(self._keep, due, self._at_root.values(), self._near.position.timeline)
         for facts in (each for each in due if each not in waits):
             why = "newer steps have come, and the root would not keep the step: the root is too slow for its steps"
             logger.warning("step %d is not drained: %s", facts.step, why)
@@ -380,11 +384,3 @@ def _end_handle(handle: SaveHandle, error: CheckpointError | None) -> None:
         handle.reach_committed(handle.near.result())
     else:
         handle.end_undrained(error)
-
-
-def undrained(step: int | None, why: str) -> UnavailableError:
-    """Return the error of a step that is near, and that the root does not get from this job."""
-    return UnavailableError(
-        f"step {step} is saved near, and not in the root: {why}. Expected a drain to its end. As long as the near tier "
-        "holds the step, a restart loads the step, and the next job or holdfast drain copies it"
-    )

@@ -1,4 +1,4 @@
-"""What retention asks of the steps that a drain copies, and of those that the root has."""
+"""What drains share: facts of steps for retention, and the error of a step that the root does not get."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.stored.repository.tags import read_tags
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.stored.repository.two_roots import TwoRoots
@@ -29,3 +29,11 @@ def facts_in(run: TwoRoots) -> Iterable[tuple[StepAndDigest, KeptFacts]]:
         with suppress(CheckpointError):
             manifest = decode_manifest(run.root.get(each.key, MANIFEST_BYTES_MAX), f"{run.root.url}/{each.key}")
             yield name_of(manifest), facts_of(manifest, tags.of(*name_of(manifest)))
+
+
+def undrained(step: int | None, why: str) -> UnavailableError:
+    """Return the error of a step that is near, and that the root does not get from this job."""
+    return UnavailableError(
+        f"step {step} is saved near, and not in the root: {why}. Expected a drain to its end. As long as the near tier "
+        "holds the step, a restart loads the step, and the next job or holdfast drain copies it"
+    )

@@ -22,7 +22,7 @@ from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
 from holdfast.stored.repository.timelines import StoredManifest, run_timelines
 from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.loading.named_step import find_named
-from holdfast.training.runs.tiers.drain import undrained
+from holdfast.training.runs.tiers.drain_facts import undrained
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import torch
 
 import holdfast
 from holdfast.errors import CorruptError
+from holdfast.policies import LatestN
 from holdfast.stored.repository.timelines import run_timelines
 from tests.unit.training.runs.tiers.test_near_tier import (
     COUNT,
@@ -148,7 +149,7 @@ def test_a_step_that_cannot_be_drained_holds_no_other(place: Place, monkeypatch:
     with place.manager() as manager, monkeypatch.context() as away:
         away.setattr(manager._near.drain, "_wake_up", lambda: None)  # type: ignore[union-attr]
         loaded(manager)
-        handles = [manager.save(step, state_of(step)) for step in (20, 40)]
+        handles = [manager.save(step, state_of(step), tags={f"tag{step}"}) for step in (20, 40)]
         for handle in handles:
             handle.wait("near")
         flip(packs_of(place.near, 20)[0], -10)
@@ -231,3 +232,28 @@ def test_the_step_that_was_loaded_is_distrusted_and_not_another_with_its_number(
         manager.distrust("the loss is not finite")
     quarantined = {step.manifest.digest for step in holdfast.api.list_steps(place.root).steps if step.quarantined}
     assert quarantined == {former.digest}
+
+
+def test_a_tag_that_moved_while_the_near_tier_was_away_keeps_no_step_there(place: Place) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 10, 20)
+        manager.tag(10, "best")
+        manager.close(wait=False)
+    with away(place):
+        holdfast.api.tag(place.root, 20, "best", move=True)
+    assert holdfast.api.remove_steps(place.root, [10], grace_seconds=0).steps == ("10",)
+
+
+def test_what_a_load_discarded_makes_no_due_step_skipped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with place.manager(keep=LatestN(2)) as manager:
+        with monkeypatch.context() as slow:
+            slow.setattr(manager._near.drain, "_wake_up", lambda: None)  # type: ignore[union-attr]
+            loaded(manager)
+            for step in (20, 40, 60):
+                handle = manager.save(step, state_of(step))
+                handle.wait("near")
+            loaded(manager, step=20, discard_newer=True)
+        manager._near.drain._wake_up()  # type: ignore[union-attr]
+        manager.save(21, state_of(21)).wait("committed", timeout=20)
+    assert {20, 21} <= set(steps_in(place.root))
