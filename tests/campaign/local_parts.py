@@ -44,7 +44,7 @@ PARTS = {
     "removing": Part(("tests/crash/kills/test_remove_kill.py", "tests/crash/writers/test_remove_beside.py")),
     "draining": Part(("tests/crash/kills/test_drain_kill.py",)),
     "importing": Part(("tests/crash/kills/test_import_kill.py",)),
-    "lives": Part(("tests/property/test_life_of_a_run.py",), 3600),
+    "lives": Part(("tests/property/test_life_of_a_run.py", "tests/property/test_two_roots.py"), 3600),
     "properties": Part(
         (
             "tests/property/test_any_mesh_to_any_mesh.py",
