@@ -21,7 +21,7 @@ from tests.distributed.tiers.kill_cases import SETTINGS, manager_at, state_of
 from tests.support.forked_processes import Forked, Work, start_ranks
 from tests.support.gloo_worlds import Case, Launch
 
-LIVES = int(os.environ.get("NEAR_LIVES", "6"))
+LIVES = int(os.environ.get("NEAR_LIVES", "5"))
 """How often a run is killed."""
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120 + 15 * LIVES)]
