@@ -379,7 +379,7 @@ class TwoRootsLife(TwoPlaces):
         self.keep = keep
         self.expected["root"] &= self.kept_at_root(here)
         with self.epochs(), suppress(MissingError):
-            collected(self.stores["root"], self.view(), CLOCK, keep, 0.0, SETTINGS.lease_seconds)
+            collected(self.stores["root"], CLOCK, keep, 0.0, SETTINGS.lease_seconds, self.view())
 
     # ------------------------------------------------------------------------------------------- people
 
