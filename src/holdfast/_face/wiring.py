@@ -27,7 +27,7 @@ from holdfast.base.ports.gradients import RecordingFramework
 from holdfast.base.ports.store import Store
 from holdfast.base.types.values import FrameworkValue
 from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_of_folder
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
@@ -106,8 +106,12 @@ def run_of(root: Store, settings: Settings, near: str | None = None, *, writes: 
     if not path:
         return root
     store = local_at(os.path.realpath(os.path.expanduser(path)), settings)
-    if root_of_near(store) == root.url and read_run_id(store) == read_run_id(root):
-        return TwoRoots(store, root)
+    try:
+        if root_of_near(store) == root.url and read_run_id(store) == read_run_id(root):
+            return TwoRoots(store, root)
+    except CheckpointError:
+        if near is not None:
+            raise
     if near is not None:
         raise InvalidError(
             f"{near}: is not the near tier of {root.url}; expected the folder that CheckpointManager got as near"

@@ -68,6 +68,8 @@ class WriterLease:
             lease_seconds: Longest time without a heartbeat.
         """
         self._store, self._clock, self._lease_seconds = store, clock, lease_seconds
+        # A near tier that is away must not stop saves into the root.
+        self._arbiter = store.root if isinstance(store, TwoRoots) else store
         self.release_seconds_max = _RELEASE_SECONDS_MAX
         """How long a release waits for storage."""
         self._heartbeat: _Heartbeat | None = None
@@ -108,8 +110,7 @@ class WriterLease:
             while heartbeat is None:
                 with suppress(_DroppedFirstError):
                     return self._take(run_id)
-        # The root decides who writes: a near tier that is away must not stop saves into the root.
-        epochs.require_newest(self._store.root if isinstance(self._store, TwoRoots) else self._store, heartbeat.epoch)
+        epochs.require_newest(self._arbiter, heartbeat.epoch)
         return heartbeat.epoch
 
     def require(self, store: Store) -> None:
@@ -161,9 +162,11 @@ class WriterLease:
         number, has_ended = self._await_number()
         holder = this_process(self._clock, self._lease_seconds)
         # Before the record: another manager of this process that reads the record must find this heartbeat.
-        heartbeat = self._claimed = _Heartbeat(self._store, number, holder)
+        heartbeat = self._claimed = _Heartbeat(self._store, self._arbiter, number, holder)
         try:
             self._require_wanted(releases)
+            if isinstance(self._store, TwoRoots):
+                epochs.fill_records(self._store.root, self._store.near)
             try:
                 epochs.put_epoch(self._store, Epoch(number, run_id, holder, has_ended))
             except ConflictError as conflict:
@@ -223,8 +226,8 @@ class _Heartbeat:
     It holds no reference to its `WriterLease`: a lease that nobody refers to is collected, and its thread ends.
     """
 
-    def __init__(self, store: Store, epoch: int, holder: Holder) -> None:
-        self._store, self.epoch, self._holder = store, epoch, holder
+    def __init__(self, store: Store, arbiter: Store, epoch: int, holder: Holder) -> None:
+        self._store, self._arbiter, self.epoch, self._holder = store, arbiter, epoch, holder
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self.stopped = threading.Event()
@@ -283,7 +286,7 @@ class _Heartbeat:
         while not self.stopped.wait(self._holder.lease_seconds / _HEARTBEATS_PER_LEASE) and not self.is_dropped:
             count += 1
             try:
-                epochs.require_newest(self._store, self.epoch)
+                epochs.require_newest(self._arbiter, self.epoch)
                 epochs.put_heartbeat(self._store, self.epoch, b"%d\n" % count)
                 is_failing = False
             except ConflictError as lost:

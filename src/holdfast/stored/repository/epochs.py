@@ -122,6 +122,18 @@ def put_epoch(store: Store, epoch: Epoch) -> None:
     publish(store, epoch_key(epoch.number), sealed(header("epoch") | fields))
 
 
+def fill_records(root: Store, near: Store) -> None:
+    """Give the near tier the records that the root alone has: a writer died between the two places.
+
+    A writer of epoch N looks near for the record of N+1 alone, so no number may be missing.
+    """
+    there = {*_numbers(near, epoch_key)}
+    for number in _numbers(root, epoch_key):
+        data = None if number in there else get_or_none(root, epoch_key(number), _RECORD_BYTES_MAX)
+        if data is not None:
+            near.put_if_absent(epoch_key(number), data)
+
+
 def put_accepted(
     store: Store,
     number: int,

@@ -7,12 +7,12 @@ import platform
 import msgspec
 
 from holdfast.base.ports.store import Store
-from holdfast.core.format.names import RUN_FILE
+from holdfast.core.format.names import LATEST_FILE, RUN_FILE, step_of_folder
 from holdfast.core.format.sealed_json import Text, decode_sealed, header, sealed
 from holdfast.errors import InvalidError
 from holdfast.stored.repository.catalog import ensure_run, read_run_id, root_of_near
 from holdfast.stored.repository.publish import get_or_none, holds, publish
-from holdfast.stored.repository.run_readme import put_readme
+from holdfast.stored.repository.run_readme import README_FILE, put_readme
 from holdfast.stored.repository.tags import TAGS_FOLDER
 from holdfast.stored.repository.two_roots import TwoRoots
 
@@ -23,6 +23,8 @@ NEAR_FILE = f"{NEAR_FOLDER}tier.json"
 """Key of the record of the near tier, in the root."""
 
 _KIND = "near tier"
+_OWN = {RUN_FILE, README_FILE, LATEST_FILE, "tags", "timelines", "quarantine", "superseded", "readers", "collecting"}
+"""First parts of the keys that a near tier has, without epochs and steps."""
 _BYTES_MAX = 1 << 16
 
 
@@ -106,6 +108,17 @@ def record_near(run: TwoRoots) -> None:
     record = sealed({**header(_KIND, minor=0), "url": run.near.url, "host": platform.node()})
     if get_or_none(run.root, NEAR_FILE, _BYTES_MAX) != record:
         run.root.put(NEAR_FILE, record)
+
+
+def empty_near(near: Store) -> None:
+    """Remove what Holdfast stored in a near tier of which the root has each step that counts, under the writer lease.
+
+    The records of epochs stay: a stopped writer of an older epoch finds there that its epoch is over.
+    """
+    keys = [entry.key for entry in near.list("")]
+    near.delete(
+        [key for key in keys if key.partition("/")[0] in _OWN or step_of_folder(key.partition("/")[0]) is not None]
+    )
 
 
 def renew_tags(run: TwoRoots) -> None:

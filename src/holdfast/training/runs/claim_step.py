@@ -58,6 +58,8 @@ class RunFacts:
     def __init__(self) -> None:
         """Know nothing yet."""
         self._known: KnownRun | None = None
+        self._learnt: KnownRun | None = None
+        """As known, also after a failed save: what a save into another place needs stays true."""
 
     def known(self, writer_lease: WriterLease, loads: int) -> KnownRun | None:
         """Return what is known; None if it has to be asked for.
@@ -67,7 +69,13 @@ class RunFacts:
                 keep the lease.
             loads: How often this process has loaded by now.
         """
-        known = self._known
+        return self._still(self._known, writer_lease, loads)
+
+    def learnt(self, writer_lease: WriterLease, loads: int) -> KnownRun | None:
+        """Return run, epoch and timeline, as `known` does; also after a failed save."""
+        return self._still(self._learnt, writer_lease, loads)
+
+    def _still(self, known: KnownRun | None, writer_lease: WriterLease, loads: int) -> KnownRun | None:
         if known is None or known.loads != loads or known.epoch != writer_lease.epoch or writer_lease.is_lost:
             return None
         return known
@@ -80,7 +88,7 @@ class RunFacts:
 
     def learn(self, known: KnownRun) -> None:
         """Take what a whole look has found."""
-        self._known = known
+        self._known = self._learnt = known
 
     def forget(self) -> None:
         """Ask for everything at the next save: one has failed, or this process has put a record of a timeline."""

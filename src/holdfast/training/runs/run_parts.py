@@ -101,8 +101,10 @@ class RunParts:
             # Without a policy, only steps that a load discarded are removed.
             choice = NOTHING_CHOSEN if keep is not None else ChosenNames(is_all=True)
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
-            may_collect = _always if keep is not None else partial(_has_unneeded, store, self.run_facts, self.pins)
-            self.collecting = Background(collector, settings.collect_grace_seconds, job.clock, may_collect)
+            self.may_collect = _always if keep is not None else partial(_has_unneeded, store, self.run_facts, self.pins)
+            """Whether anything may go. Of a near tier not before the due steps of earlier jobs are pinned."""
+            clock, grace = job.clock, settings.collect_grace_seconds
+            self.collecting = Background(collector, grace, clock, lambda: self.may_collect())
 
     def location_of(self, step: int) -> CheckpointLocation:
         """Return the location of a step in the place."""

@@ -173,8 +173,13 @@ class StepRequest:
                 "keep_last of the tier, or save more often in the root"
             )
         logger.warning("step %d is saved straight into the root: %s", self._step, why)
-        context = self._in_root.claim(False)
-        return None if context is None else replace(context, goes_to_root=True)
+        in_root, base = self._in_root, self._in_root._base
+        known = self._parts.run_facts.learnt(self._parts.writer_lease, self._parts.position.loads)
+        # Without the near tier, which may be away. Nobody has looked whether the root has the base: all is written.
+        known = None if known is None else replace(known, base=None if base is None else base.identity)
+        context = None if known is None else in_root._claim_known(known)
+        context = in_root._claim_unknown() if context is None else context
+        return replace(context, base=None, metrics=self._metrics, goes_to_root=True)
 
     def _claim_known(self, known: KnownRun) -> SaveContext | None:
         """Return the context of a step in a known run, after one look at storage; None if one look is not enough."""

@@ -161,11 +161,12 @@ class SaveHandle:
 
     def reach_committed(self, report: SaveReport) -> None:
         """Mark the step as visible in the root."""
-        if not self.near.done():
-            self.reach_near(report)
+        self.reach_staged()
         with suppress(InvalidStateError):  # The manager may have been closed meanwhile.
             self.replicated.set_result(None)
             self.committed.set_result(report)
+        if not self.near.done():
+            self.reach_near(report)  # Last: the save has ended with it.
 
     def end_undrained(self, error: CheckpointError) -> None:
         """Record why the root does not get a step that the near tier has."""

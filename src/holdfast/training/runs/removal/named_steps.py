@@ -12,9 +12,9 @@ from holdfast.base.types.removal import StepAndDigest
 from holdfast.core.format.step_name import StepName, step_name
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError, first_three
 from holdfast.stored.leases.writer import hold_writer_lease
-from holdfast.stored.repository.catalog import manifest_digest
+from holdfast.stored.repository.catalog import exists, manifest_digest
 from holdfast.stored.repository.epochs import forget_steps
-from holdfast.stored.repository.near_tier import renew_tags
+from holdfast.stored.repository.near_tier import NEAR_FILE, renew_tags
 from holdfast.stored.repository.quarantine import list_records, release
 from holdfast.stored.repository.removal import mark_key, marks, put_request, remove_marks
 from holdfast.stored.repository.tags import Tags, read_tags, remove_tag_of_step
@@ -202,7 +202,8 @@ class _Chosen:
         """
         tags = read_tags(store)
         gone = frozenset(each for name in (*names, *self.gone) for each in self._names_of(name))
-        forget_steps(store, epoch, gone)
+        if isinstance(store, TwoRoots) or exists(store, NEAR_FILE):
+            forget_steps(store, epoch, gone)
         for step, digest in gone:
             for tag in tags.of(step, digest):
                 remove_tag_of_step(store, tags.whole[tag], mark_key(_nonce(clock)))

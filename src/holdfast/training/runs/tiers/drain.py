@@ -33,6 +33,7 @@ from holdfast.errors import (
     CheckpointError,
     ConflictError,
     CorruptError,
+    InvalidError,
     MissingError,
     UnavailableError,
     first_three,
@@ -73,6 +74,8 @@ _RETRY_SECONDS = 5.0
 
 _END_SECONDS = 5.0
 _SAID_AFTER_SECONDS = 1.0
+_FAILURES_MAX = 3
+"""Failed tries in a row after which a close waits no longer."""
 
 
 @dataclass(slots=True)
@@ -102,6 +105,11 @@ class Drain:
         self._is_first = job.comm.rank == 0
         self._due: dict[StepAndDigest, _Due] = {}
         self._newest: StepAndDigest | None = None
+        self.has_adopted = False
+        """Whether the due steps that earlier jobs left are pinned near."""
+        self._earlier: set[StepAndDigest] = set()
+        self._failures = 0
+        """Tries that failed in a row."""
         self._handles: list[tuple[StepAndDigest, SaveHandle]] = []
         """Handles that wait for the root, each with its step."""
         self._ends: dict[StepAndDigest, CheckpointError | None] = {}
@@ -119,8 +127,10 @@ class Drain:
 
     def note_commit(self, step: int, digest: str, is_due: bool) -> None:
         """Take note of a step that is near. On the commit thread of each rank."""
-        if self._newest is None:
+        if not self.has_adopted:
             self._adopt_earlier()
+            self._earlier.discard((step, digest))
+            self.has_adopted = True
         self._newest = step, digest
         if is_due:
             self._add((step, digest))
@@ -142,16 +152,21 @@ class Drain:
             self._wake_up()
 
     def close(self, may_wait: Callable[[], bool]) -> bool:
-        """Drain the newest near step and those that wait, and end the thread; return whether the root has them all.
+        """Drain the newest near step and those that wait, and end the thread.
+
+        Returns:
+            On rank 0, whether this job knows that the root has each due step, and the newest of the near tier.
 
         Args:
             may_wait: Whether to wait; asked again and again.
         """
         if self._newest is not None and may_wait():
             self._add(self._newest)
-        clock, is_said = self._job.clock, False
+        clock, is_said, self._failures = self._job.clock, False, 0
         start = clock.monotonic_seconds()
         while self._due and self._thread is not None and self._thread.is_alive() and may_wait():
+            if self._failures >= _FAILURES_MAX:
+                break
             self._thread.join(_POLL_SECONDS)
             if not is_said and clock.monotonic_seconds() - start > _SAID_AFTER_SECONDS:
                 is_said = True
@@ -159,7 +174,7 @@ class Drain:
                     "%s: close waits until steps [%s] are in the root. Ctrl-C or close(wait=False) leaves them to the "
                     "next job, or to holdfast drain",
                     self._run.url,
-                    first_three(step for step, _ in self._due),
+                    first_three(step for step, _ in list(self._due)),
                 )
         left = list(self._due)
         self._is_stopped = True
@@ -176,7 +191,8 @@ class Drain:
             logger.warning("%s", undrained(left[-1][0], "the manager was closed"))
         if self._newest is not None and may_wait():
             self._keys.end_last()
-        return not left
+        has_newest = self._newest is not None and self._newest in (self._at_root or {})
+        return has_newest and not left and not self._given_up
 
     def _add(self, name: StepAndDigest) -> None:
         if name in self._due:
@@ -199,6 +215,7 @@ class Drain:
         for stored in run_timelines(self._run.near).chain:
             manifest = None if stored.digest is None else self.manifest_of((stored.step, stored.digest))
             if manifest is not None and not manifest.near_only:
+                self._earlier.add((stored.step, manifest.digest))
                 self._add((stored.step, manifest.digest))
 
     def _wake_up(self) -> None:
@@ -229,6 +246,7 @@ class Drain:
                     self._end(name, over)
                 return
             except Exception as error:  # noqa: BLE001 - the next try may go well
+                self._failures += 1
                 if not self._is_stopped:
                     self._job.warn_once(self._run.url, f"the drain failed, and is tried again: {error}")
                 seconds = _RETRY_SECONDS
@@ -240,7 +258,7 @@ class Drain:
             self._keys.tell(name, COPYING)
             try:
                 self._drain(manifest, name)
-            except (ConflictError, CorruptError, MissingError) as error:
+            except (ConflictError, CorruptError, InvalidError, MissingError) as error:
                 if self._near.writer_lease.epoch:
                     self._near.writer_lease.require(self._run.root)
                 # Of this step alone: the next ones must not wait for it.
@@ -299,10 +317,15 @@ class Drain:
             else:
                 manifests[name] = manifest
         due = [facts_of(manifest, tags.of(*name)) for name, manifest in manifests.items()]
-        waits = waiting(self._keep, due, self._at_root.values(), self._near.position.timeline)
+        try:
+            waits = waiting(self._keep, due, self._at_root.values(), self._near.position.timeline)
+        except InvalidError as error:  # As of a metric that no step has yet.
+            self._job.warn_once(self._run.url, f"every due step is drained: {error}")
+            waits = sorted(due, key=lambda facts: facts.age)
         for facts in (each for each in due if each not in waits):
             why = "newer steps have come, and the root would not keep the step: the root is too slow for its steps"
-            logger.warning("step %d is not drained: %s", facts.step, why)
+            level = logging.INFO if facts.name in self._earlier else logging.WARNING
+            logger.log(level, "step %d is not drained: %s", facts.step, why)
             self._end(facts.name, undrained(facts.step, why))
         return manifests[waits[0].name] if waits else None
 
@@ -359,7 +382,9 @@ class Drain:
         """Record the end of a step, and tell the handles of all ranks."""
         due = self._due.pop(name, None)
         for pins, pin in () if due is None else due.pins:
-            pins.unpin(pin, is_committed=True)
+            # A step that could not be drained stays near as long as the job.
+            if pins is not self._near.pins or name not in self._given_up:
+                pins.unpin(pin, is_committed=True)
         self._keys.tell(name, DRAINED if error is None else str(error))
         with GUARD:
             self._ends[name] = error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,8 +11,8 @@ from dataclasses import dataclass
 from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError, InvalidError, first_three
 from holdfast.policies import AnyOf, KeepPolicy, LatestN, SavePolicy, Tagged
-from holdfast.stored.repository.catalog import exists
-from holdfast.stored.repository.near_tier import require_same_run
+from holdfast.stored.repository.catalog import read_run_id
+from holdfast.stored.repository.near_tier import empty_near, read_near, require_same_run
 from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.coordination.job import Job, error_text, raise_together
 from holdfast.training.loading.statuses import gather_errors
@@ -20,7 +22,8 @@ from holdfast.training.runs.tiers.drain import Drain
 from holdfast.training.runs.tiers.room import NearRoom
 from holdfast.training.saving.handle import SaveHandle
 
-_PROBE = "near-probe.json"
+logger = logging.getLogger(__name__)
+
 _LATE_RELEASE_SECONDS = 0.2
 
 
@@ -69,6 +72,7 @@ class NearTier:
         """Copies due steps to the root."""
         self.room = NearRoom(place.store, place.bytes_max)
         """Whether the next step has a place near."""
+        self.parts.may_collect = lambda: self.drain.has_adopted
         self.parts.on_commit = self._note_commit
         self.parts.why_no_room = self.room.why_not
 
@@ -103,37 +107,52 @@ class NearTier:
                 self.parts.writer_lease.release_seconds_max = _LATE_RELEASE_SECONDS
             if self.parts.collecting is not None:
                 self.parts.collecting.close(lambda: None, may_wait)  # The parts of the root release the lease.
+            if is_whole and self._place.is_memory and job.comm.rank == 0 and self.parts.writer_lease.epoch:
+                with suppress(CheckpointError):
+                    self.parts.writer_lease.require(self._root.store)
+                    empty_near(self._place.store)
         finally:
             self._root.close(may_wait)
-        if is_whole and self._place.is_memory and job.comm.rank == 0:
-            # After the lease, whose release writes near too.
-            with suppress(CheckpointError):
-                self._place.store.delete([entry.key for entry in self._place.store.list("")])
 
 
 def _require_seen(job: Job, run: TwoRoots) -> None:
     """Refuse a folder that is of another run, or that a rank does not see; a collective."""
     own: Exception | None = None
-    token = job.nonce.encode()
+    token, probe = job.nonce.encode(), f"near-probe-{job.nonce}.json"
     if job.comm.rank == 0:
         try:
             require_same_run(run)
-            run.near.put(_PROBE, token, durable=False)
+            _tell_of_other_near(run)
+            run.near.put(probe, token, durable=False)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own = error
     _raise_on_all(job, own)
     sees = False
     with suppress(CheckpointError):
-        sees = exists(run.near, _PROBE) and run.near.get(_PROBE, 1024) == token
+        sees = run.near.get(probe, 1024) == token
     blind = [rank for rank, answer in enumerate(job.comm.all_gather(bytes([sees]))) if answer == b"\0"]
     if job.comm.rank == 0:
         with suppress(CheckpointError):
-            run.near.delete([_PROBE])
+            run.near.delete([probe])
     if blind:
         raise InvalidError(
             f"{run.near.url}: ranks [{first_three(blind)}] do not see the folder as rank 0 does; expected one folder "
             "for all ranks, on one host or on a shared file system. Nothing was saved. Choose a folder that every rank "
             "sees"
+        )
+
+
+def _tell_of_other_near(run: TwoRoots) -> None:
+    record = read_near(run.root)
+    is_other = record is not None and (record.url, record.host) != (run.near.url, platform.node())
+    if record is not None and is_other and read_run_id(run.near) is None:
+        logger.warning(
+            "%s: the last near tier of the run was %s on host %s, and this one is empty: newer steps may lie there. "
+            "The first save leaves these out for good. To keep them: holdfast drain %s",
+            run.url,
+            record.url,
+            record.host,
+            record.url,
         )
 
 

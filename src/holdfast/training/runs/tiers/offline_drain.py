@@ -17,6 +17,7 @@ from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.catalog import ensure_run, read_run_id
 from holdfast.stored.repository.latest import name_latest
+from holdfast.stored.repository.near_tier import empty_near
 from holdfast.stored.repository.tags import TAGS_FOLDER, read_tags
 from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
 from holdfast.stored.repository.timelines import StoredManifest, run_timelines
@@ -39,7 +40,7 @@ class DrainReport:
     """Steps that the root got."""
 
     left: tuple[int, ...] = ()
-    """Steps that only the near tier has: saved for the near tier alone, or not kept by the root."""
+    """Steps that only the near tier has: they were saved for the near tier alone."""
 
     files: int = 0
     """Files that were copied."""
@@ -107,12 +108,12 @@ class NearDrain:
                 except CorruptError as error:
                     damages.append(error)
             name_latest(self.run.root, None)
-        if damages:
-            raise damages[0]
-        if remove:
-            # After the lease, whose release writes near too.
-            self.run.near.delete([entry.key for entry in self.run.near.list("")])
-            report.removed = True
+            if damages:
+                raise damages[0]
+            if remove:
+                lease.require(self.run.root)
+                empty_near(self.run.near)
+                report.removed = True
         return report
 
     def _drain(self, manifest: Manifest, epoch: int, report: DrainReport) -> None:
@@ -149,15 +150,10 @@ class NearDrain:
             tags, chain = read_tags(run), run_timelines(run).chain
             found = {each: self._lacking_at_root(each, damages) for each in chain}
             near = [manifest for manifest in found.values() if manifest is not None]
-            # Drains go in the order of steps: an older due step that the root lacks was removed there, or skipped.
-            newest_there = max((number for number, each in enumerate(chain) if found[each] is None), default=-1)
-            newer = {each.digest for each in chain[newest_there + 1 :]}
             chosen = [
                 each
                 for each in near
-                if (not each.near_only and each.digest in newer)
-                or each.digest == chain[-1].digest
-                or tags.of(each.step or 0, each.digest)
+                if not each.near_only or each.digest == chain[-1].digest or tags.of(each.step or 0, each.digest)
             ]
             report.left = tuple(each.step or 0 for each in near if each not in chosen)
         report.steps = tuple(each.step or 0 for each in chosen)

@@ -11,7 +11,7 @@ from holdfast.core.format.names import step_of_pack
 from holdfast.errors import CheckpointError, UnavailableError, first_three, shown_bytes
 from holdfast.stored.repository.catalog import step_folders
 
-_PROBE = "near-probe.json"
+_PROBE = "near-room-probe.json"
 
 
 class NearRoom:
@@ -42,21 +42,25 @@ class NearRoom:
 
     def why_not(self) -> str:
         """Return why the next step has no place near; empty if the near tier takes the step."""
-        needed = self._step_bytes
-        held = f"; it holds steps [{first_three(step_folders(self._store))}]"
-        free = self._store.free_bytes()
-        if free is not None and free < needed:
-            return f"{self._store.url} has {shown_bytes(free)} free, and a step needs {shown_bytes(needed)}{held}"
-        if self._bytes_max is not None:
-            used = sum(entry.bytes for entry in self._store.list(""))
-            if used + needed > self._bytes_max:
-                limit = f"{shown_bytes(used)} of Tier(bytes_max={self._bytes_max:,})"
-                return f"{self._store.url} holds {limit}, and a step needs {shown_bytes(needed)}{held}"
-        if self._failure:
-            try:
+        try:
+            lack = self._lack()
+            if lack:
+                held = first_three(step_folders(self._store))
+                needed = shown_bytes(self._step_bytes)
+                return f"{self._store.url} {lack}, and a step needs {needed}; it holds steps [{held}]"
+            if self._failure:
                 # The failure may be over, as after a full disk.
                 self._store.put(_PROBE, bytes(4096))
                 self._store.delete([_PROBE])
-            except CheckpointError:
-                return f"the save before failed: {self._failure}"
+        except CheckpointError as error:
+            return f"the near tier fails: {self._failure or error}"
+        return ""
+
+    def _lack(self) -> str:
+        free = self._store.free_bytes()
+        if free is not None and free < self._step_bytes:
+            return f"has {shown_bytes(free)} free"
+        used = 0 if self._bytes_max is None else sum(entry.bytes for entry in self._store.list(""))
+        if self._bytes_max is not None and used + self._step_bytes > self._bytes_max:
+            return f"holds {shown_bytes(used)} of Tier(bytes_max={self._bytes_max:,})"
         return ""

@@ -207,7 +207,7 @@ def test_an_emptied_near_tier_fails_no_handle() -> None:
         return handle.committed.exception(LIMIT_SECONDS)
 
     assert places.play(2, train, is_memory=True) == [None, None]
-    assert not list(places.near.list()) and committed_steps(places.root) == [10]
+    assert places.near.folders() == ["epochs"] and committed_steps(places.root) == [10]
 
 
 def test_a_step_that_the_root_refuses_holds_no_later_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
