@@ -19,15 +19,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from holdfast.base.interrupts import GUARD, start_thread
-from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
-from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
-from holdfast.core.format.names import manifest_keys, step_of_pack
+from holdfast.core.format.names import step_of_pack
 from holdfast.core.plan.drain import share_of
 from holdfast.errors import (
     CheckpointError,
@@ -44,7 +41,6 @@ from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.latest import name_latest
-from holdfast.stored.repository.publish import get_or_none
 from holdfast.stored.repository.tags import read_tags
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.stored.repository.two_roots import TwoRoots
@@ -54,7 +50,7 @@ from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.runs.removal.retention import KeptFacts, waiting
 from holdfast.training.runs.run_parts import RunParts
 from holdfast.training.runs.step_request import StepRequest
-from holdfast.training.runs.tiers.drain_facts import facts_in, facts_of, undrained
+from holdfast.training.runs.tiers.drain_facts import facts_in, facts_of, manifest_in, undrained
 from holdfast.training.runs.tiers.drain_keys import COPYING, DRAINED, TOLD_MAX, DrainKeys
 from holdfast.training.saving.handle import SaveHandle
 
@@ -107,9 +103,8 @@ class Drain:
         self._newest: StepAndDigest | None = None
         self.has_adopted = False
         """Whether the due steps that earlier jobs left are pinned near."""
-        self._earlier: set[StepAndDigest] = set()
-        self._failures = 0
-        """Tries that failed in a row."""
+        self._earlier, self._failures = set[StepAndDigest](), 0
+        """What earlier jobs left; and tries that failed since a close began."""
         self._handles: list[tuple[StepAndDigest, SaveHandle]] = []
         """Handles that wait for the root, each with its step."""
         self._ends: dict[StepAndDigest, CheckpointError | None] = {}
@@ -213,7 +208,7 @@ class Drain:
     def _adopt_earlier(self) -> None:
         """Find the due steps that an earlier job left near. Whether the root has them, the thread looks."""
         for stored in run_timelines(self._run.near).chain:
-            manifest = None if stored.digest is None else self.manifest_of((stored.step, stored.digest))
+            manifest = None if stored.digest is None else manifest_in(self._run.near, (stored.step, stored.digest))
             if manifest is not None and not manifest.near_only:
                 self._earlier.add((stored.step, manifest.digest))
                 self._add((stored.step, manifest.digest))
@@ -305,11 +300,11 @@ class Drain:
         fence = current_fence(self._run)
         tagged = {(tag.step, tag.digest) for tag in tags.whole.values()}
         for name in tagged - self._at_root.keys() - self._given_up:
-            manifest = self.manifest_of(name)
+            manifest = manifest_in(self._run.near, name)
             if manifest is not None and fence.admits(name[0], manifest.epoch, manifest.digest):
                 self._add(name)  # Tagged since it was saved for the near tier alone.
         for name in sorted(self._due):
-            manifest = self.manifest_of(name)
+            manifest = manifest_in(self._run.near, name)
             if name in self._at_root:
                 self._end(name, None)
             elif manifest is None:
@@ -334,7 +329,11 @@ class Drain:
         for name, due in list(self._due.items()):
             told = self._told_of(name)
             if told == COPYING:
-                if not due.is_copied and not self._is_stopped and (manifest := self.manifest_of(name)) is not None:
+                if (
+                    not due.is_copied
+                    and not self._is_stopped
+                    and (manifest := manifest_in(self._run.near, name)) is not None
+                ):
                     self._copy_share(self._drain_of(manifest), name)
             elif told is not None:
                 self._end(name, None if told == DRAINED else undrained(name[0], told))
@@ -366,16 +365,6 @@ class Drain:
             else:
                 clock.sleep(_POLL_SECONDS)
 
-    def manifest_of(self, name: StepAndDigest, store: Store | None = None) -> Manifest | None:
-        """Return the manifest of a step near, or in another place; None if it is not there any more."""
-        store = store or self._run.near
-        for key in manifest_keys(*name):
-            data = get_or_none(store, key, MANIFEST_BYTES_MAX)
-            with suppress(CheckpointError):
-                if data is not None and (manifest := decode_manifest(data, f"{store.url}/{key}")).digest == name[1]:
-                    return manifest
-        return None
-
     # -------------------------------------------------------------------------------------- the end of a step
 
     def _end(self, name: StepAndDigest, error: CheckpointError | None) -> None:
@@ -400,7 +389,7 @@ class Drain:
         try:
             return self._keys.told_of(name)
         except (CheckpointError, TimeoutError) as error:
-            is_there = self.manifest_of(name, self._run.root) is not None
+            is_there = manifest_in(self._run.root, name) is not None
             return DRAINED if is_there else f"rank 0 does not answer: {error}"
 
 

@@ -19,6 +19,7 @@ from holdfast.training.loading.statuses import gather_errors
 from holdfast.training.runs.run_parts import RunParts, RunState
 from holdfast.training.runs.step_request import StepRequest
 from holdfast.training.runs.tiers.drain import Drain
+from holdfast.training.runs.tiers.drain_facts import manifest_in
 from holdfast.training.runs.tiers.room import NearRoom
 from holdfast.training.saving.handle import SaveHandle
 
@@ -83,7 +84,7 @@ class NearTier:
             self.drain.watch(handle, request)
 
     def _note_commit(self, step: int, digest: str, is_due: bool) -> None:
-        if self._job.comm.rank == 0 and (manifest := self.drain.manifest_of((step, digest))) is not None:
+        if self._job.comm.rank == 0 and (manifest := manifest_in(self._place.store, (step, digest))) is not None:
             self.room.note_saved(manifest)
         self.drain.note_commit(step, digest, is_due)
 
