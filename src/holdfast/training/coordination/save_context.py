@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from holdfast.base.types.health import Health
 from holdfast.base.types.timeline import FIRST_TIMELINE, Timeline
@@ -52,11 +53,9 @@ class SaveContext:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Rank 0's metrics of the step."""
 
-    near_only: bool = False
-    """Whether the step is for the near tier alone."""
-
-    goes_to_root: bool = False
-    """Whether the near tier has no room: the save goes on with the target in the root."""
+    place: Literal["", "near", "root"] = ""
+    """In a run with a near tier: `near` for a step that stays near, `root` if the near tier has no room and the save goes
+    on in the root."""
 
     loaded: Base | None = None
     """The committed step that every rank holds as it was loaded: nothing is written."""

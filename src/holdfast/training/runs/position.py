@@ -108,6 +108,8 @@ class RunPosition:
         """The step that was loaded last; None once the state may have changed since."""
         self.loaded_state: LoadedState | None = None
         """The state as the last load left it, if that was a whole one; None once another step is saved."""
+        self.begun_loads = 0
+        """Number of loads that have begun, also of those that failed."""
         self.loads = 0
         """Number of loads: a save that began before the last one must not move the position."""
         self._newer: tuple[int, ...] = ()
@@ -126,6 +128,7 @@ class RunPosition:
         """
         # The load may fail because the base step is damaged: then the next save must not refer to it.
         self.base = None
+        self.begun_loads += 1
         return StepChoice(self.home, find, newer=self._newer_than, discards=discards, may_be_empty=True)
 
     def leave(self, step: int) -> None:

@@ -92,7 +92,7 @@ class RunParts:
         """Returns why the place has no room for the next step; empty if there is room. Set for a near tier."""
         self._home = CheckpointLocation(store, "", None, references=state.home.references, root=store)
         self._committed: tuple[int, BaseStep | None] = -1, None
-        """The step that this rank committed last into the place, and how often this process had loaded then."""
+        """The step that this rank committed last into the place, and how many loads had begun then."""
         self.suspect_steps = SuspectSteps(store)
         """Steps whose packs may be damaged."""
         self.collecting: Background | None = None
@@ -113,12 +113,12 @@ class RunParts:
     @property
     def base(self) -> BaseStep | None:
         """The last step that this rank saved into the place, or loaded. Whether the place has it, the claim looks."""
-        loads, committed = self._committed
-        return committed if loads == self.position.loads else self.position.base
+        begun_loads, committed = self._committed
+        return committed if begun_loads == self.position.begun_loads else self.position.base
 
     def note_base(self, base: BaseStep) -> None:
         """Record the step that this rank committed last into the place."""
-        self._committed = self.position.loads, base
+        self._committed = self.position.begun_loads, base
 
     def collect_soon(self) -> None:
         """Request a collection on rank 0, if there is a policy, or if a load of this run has discarded steps."""

@@ -159,7 +159,7 @@ class StepRequest:
         context = None if known is None or known.loads != self._loads else self._claim_known(known)
         if context is None:
             context = self._claim_unknown()
-        return replace(context, metrics=self._metrics, near_only=self._passed.near_only)
+        return replace(context, metrics=self._metrics, place="near" if self._passed.near_only else "")
 
     def _claim_in_root(self, why: str) -> SaveContext | None:
         """Claim the step in the root, since the near tier has no room.
@@ -179,7 +179,7 @@ class StepRequest:
         known = None if known is None else replace(known, base=None if base is None else base.identity)
         context = None if known is None else in_root._claim_known(known)
         context = in_root._claim_unknown() if context is None else context
-        return replace(context, base=None, metrics=self._metrics, goes_to_root=True)
+        return replace(context, base=None, metrics=self._metrics, place="root")
 
     def _claim_known(self, known: KnownRun) -> SaveContext | None:
         """Return the context of a step in a known run, after one look at storage; None if one look is not enough."""

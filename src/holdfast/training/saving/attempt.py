@@ -215,7 +215,7 @@ class SaveAttempt:
             future.add_done_callback(self._abort_late)
             raise
         agreement = future.result()
-        if agreement.context.goes_to_root and (in_root := self.target.in_root) is not None:
+        if agreement.context.place == "root" and (in_root := self.target.in_root) is not None:
             self.target, comm = in_root, self.job.comm
             self.location = in_root.location.for_operation(self.name, comm.rank, comm.world_size)
         self.record_agreement(agreement)

@@ -143,7 +143,7 @@ def assemble(
         epoch=context.epoch,
         timeline=context.timeline,
         metrics=dict(context.metrics),
-        near_only=context.near_only,
+        near_only=context.place == "near",
         log=attempt if target.log == "" else target.log or "",
     )
     # Only now: the previous save may have been in flight until now, and that commit decides the parent.
