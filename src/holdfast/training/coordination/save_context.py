@@ -54,8 +54,8 @@ class SaveContext:
     """Rank 0's metrics of the step."""
 
     place: Literal["", "near", "root"] = ""
-    """In a run with a near tier: `near` for a step that stays near, `root` if the near tier has no room and the save goes
-    on in the root."""
+    """In a run with a near tier: `near` for a step that stays near; `root` if the near tier has no room, so that the
+    save goes on in the root."""
 
     loaded: Base | None = None
     """The committed step that every rank holds as it was loaded: nothing is written."""
