@@ -1,7 +1,7 @@
 # Every target sets itself up: Python 3.11+, its venv module and make are all that must be there.
 #
 #   make demo    train, kill in the middle of a save, resume three ways (minutes)
-#   make test    the test suite (9 minutes on two processors)
+#   make test    the test suite (13 minutes on two processors)
 #   make test-long   kills in number, power cuts, many ranks and large amounts; together with `make test`, every test
 #   make check   ruff, mypy, import-linter
 #   make bench   the benchmark (20 to 30 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts

@@ -47,14 +47,14 @@ class TwoRoots(Store):
         self.url = root.url
         self.traits = replace(root.traits, maps_files=False)
 
-    def holding(self, key: str, data: bytes) -> Sequence[tuple[Store, str]]:
-        """Return the places that hold a manifest, each with its key there; the near tier first.
+    def holding(self, key: str, data: bytes) -> Sequence[tuple[int, str]]:
+        """Return the places that hold a manifest, near tier (0) and root (1), each with the key there.
 
         A manifest that one place has moved to `superseded/` may be in the folder of its step in the other.
         """
         keys = dict.fromkeys((key, manifest_key(moved[0]) if (moved := superseded_in(key)) else key))
         found = (next((each for each in keys if holds(store, each, data)), None) for store in (self.near, self.root))
-        return [(store, each) for store, each in zip((self.near, self.root), found, strict=True) if each is not None]
+        return [(number, each) for number, each in enumerate(found) if each is not None]
 
     # ------------------------------------------------------------------------------------------------- reads
 

@@ -197,11 +197,10 @@ class StepChoice:
         """
         location = replace(location_of(self.home, manifest), chosen=data)
         held = [] if self._roots is None or data is None else self._roots.holding(manifest.key, data)
-        numbers = tuple(int(store is not self._roots.near) for store, _ in held) if self._roots is not None else ()
         placed = []
-        for number, (_, key) in zip(numbers, held, strict=True):
+        for number, key in held:
             moved = None if key == manifest_key(manifest.step) else key
-            places = (number, *(other for other in numbers if other != number))
+            places = (number, *(other for other, _ in held if other != number))
             placed.append(Candidate(replace(location, moved_manifest=moved).at(places), places))
         return placed or [Candidate(location)]
 

@@ -13,13 +13,12 @@ from holdfast.core.format.names import (
     MANIFEST_FILE,
     is_attempt_folder,
     manifest_key,
-    manifest_keys,
     step_folder,
     step_of_pack,
 )
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.stored.repository.catalog import exists, manifest_digest, read_manifest, read_run_id, require_run
+from holdfast.stored.repository.catalog import exists, read_manifest, read_run_id, require_run
 from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.logs import RunLog, newest_logs
 from holdfast.stored.repository.quarantine import QuarantineRecord, identity_at, quarantined
@@ -28,6 +27,7 @@ from holdfast.stored.repository.timelines import (
     MovedManifests,
     StoredManifest,
     arranged,
+    holds_manifest,
     moved_manifests,
     run_timelines,
 )
@@ -165,11 +165,8 @@ def _placed(run: TwoRoots, record: StepRecord) -> StepRecord:
     manifest = record.manifest
     if manifest is None:
         return record
-    keys = manifest_keys(record.step, manifest.digest)
     both: tuple[tuple[Tier, Store], ...] = (("near", run.near), ("root", run.root))
-    places = tuple(
-        tier for tier, place in both if any(manifest_digest(place, record.step, key) == manifest.digest for key in keys)
-    )
+    places = tuple(tier for tier, place in both if holds_manifest(place, record.step, manifest.digest))
     drained = 0.0
     if places == ("near",):
         folder = f"{step_folder(record.step)}{manifest.attempt}/"

@@ -166,7 +166,7 @@ class SaveHandle:
             self.replicated.set_result(None)
             self.committed.set_result(report)
         if not self.near.done():
-            self.reach_near(report)  # Last: the save has ended with it.
+            self.reach_near(report)  # Last: with this moment the save has ended.
 
     def end_undrained(self, error: CheckpointError) -> None:
         """Record why the root does not get a step that the near tier has."""

@@ -16,7 +16,7 @@ from holdfast.core.format.sealed_json import stated_digest
 from holdfast.errors import MissingError
 from holdfast.stored.repository.publish import get_or_none
 from holdfast.stored.repository.quarantine import identity_of, quarantine, quarantined
-from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.stored.repository.two_roots import places_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def distrust(run: Store, clock: Clock, step: int, digest: str, reason: str) -> N
         MissingError: No place has a copy that is not in quarantine already.
         UnavailableError: Storage failed.
     """
-    for place in (run.near, run.root) if isinstance(run, TwoRoots) else (run,):
+    for place in reversed(places_of(run)):  # The near tier first.
         known = quarantined(place).get(step, {})
         for key in manifest_keys(step, digest):
             data = get_or_none(place, key, MANIFEST_BYTES_MAX)

@@ -163,7 +163,7 @@ class NearDrain:
         """Return the manifest of a step that the near tier alone has; None if the root has it too, or on damage."""
         try:
             data = self.run.get(stored.key, MANIFEST_BYTES_MAX)
-            if [store for store, _ in self.run.holding(stored.key, data)] == [self.run.near]:
+            if [number for number, _ in self.run.holding(stored.key, data)] == [0]:
                 return decode_manifest(data, f"{self.run.near.url}/{stored.key}")
         except CorruptError as error:
             damages.append(error)
