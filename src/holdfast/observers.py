@@ -1,4 +1,4 @@
-"""Observers of saves and loads: `CheckpointManager(root, observers=[jsonl("events.jsonl"), prometheus(port=9464)])`.
+"""Observers of saves, loads and drains: `CheckpointManager(root, observers=[jsonl("a.jsonl"), prometheus(port=9464)])`.
 
 An observer of your own is an object with a method `on_event(event)`. This module exports the events.
 """
@@ -13,6 +13,7 @@ from holdfast.base.types.coding import KindCoding, KindDecision
 from holdfast.base.types.events import (
     Began,
     Decided,
+    DrainSkipped,
     Ended,
     Entered,
     Event,
@@ -42,6 +43,7 @@ __all__ = [
     "Progress",
     "Ended",
     "Failed",
+    "DrainSkipped",
     "LogSealed",
     "LogInterrupted",
     "LogRedone",

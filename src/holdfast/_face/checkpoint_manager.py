@@ -164,7 +164,7 @@ class CheckpointManager(StoredSteps):
         run = store if near is None else TwoRoots(near.store, store)
         state = RunState(job, CheckpointLocation(run, "", None, references=references, root=run), policies.keep)
         self._parts = RunParts(job, store, policies.keep, state)
-        self._near = None if near is None else NearTier(job, near, self._parts, policies.keep, state)
+        self._near = None if near is None else NearTier(job, near, self._parts, policies.keep, state, self._dispatcher)
         self._redo_log = redo_log_of(self._parts, self._due.root, differential, self._dispatcher)
         self._run, self._position = run, self._parts.position
         self._saves = SavesInFlight(job.progress)

@@ -223,7 +223,7 @@ def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_S
 
 
 def trace(path: wiring.Path, *, step: int | str | None = None, settings: Settings = wiring.DEFAULT_SETTINGS) -> Trace:
-    """Return a trace of the saves and loads of a checkpoint, or of every step of a run, on all ranks.
+    """Return a trace of the saves, loads and drains of a checkpoint, or of every step of a run, on all ranks.
 
     ui.perfetto.dev and chrome://tracing draw the `document`, written as JSON. Needs no torch.
 

@@ -8,19 +8,19 @@ from typing import Literal
 
 from holdfast.base.types.coding import KindCoding, KindDecision
 
-Verb = Literal["save", "load"]
+Verb = Literal["save", "load", "drain"]
 Fact = int | float | str | bool
 
-_MOVING = frozenset({"write", "read", "exchange"})
+_MOVING = frozenset({"write", "read", "exchange", "send"})
 """Phases in which a rank's bytes move between memory and storage, or other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One save or load, on one rank."""
+    """One save, load or drain of a step to the root, on one rank."""
 
     verb: Verb
-    """Whether it saves or loads."""
+    """Whether it saves, loads or drains."""
 
     step: int | None
     """The step; None for a checkpoint saved by path, and for a load that failed before one was chosen."""
@@ -32,7 +32,7 @@ class Operation:
     """The rank."""
 
     world_size: int
-    """Ranks that save or load together."""
+    """Ranks that work together."""
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class RankReport:
     """Its phases, in order of their start."""
 
     bytes: int
-    """Bytes of tensors that this rank wrote, or read from storage."""
+    """Bytes of tensors that this rank wrote, or read from storage; of a drain, bytes of files that it copied."""
 
     facts: Mapping[str, Fact] = field(default_factory=dict)
     """Other fields of its `SaveReport` or `LoadReport`, by name; the length of fields that are lists of names."""
@@ -102,7 +102,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A save or load has begun. For a load it is sent once the step is known."""
+    """A save, load or drain has begun. For a load it is sent once the step is known."""
 
     operation: Operation
     """The save or load."""
@@ -155,7 +155,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A save is committed, or a load has filled the state."""
+    """A save is committed, a load has filled the state, or the root has a drained step."""
 
     report: RankReport
     """The report of this rank."""
@@ -163,7 +163,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A save or load has failed."""
+    """A save or load has failed, or a try to drain a step."""
 
     operation: Operation
     """The save or load."""
@@ -259,5 +259,25 @@ class LogRedone:
     """Wall-clock time of the end."""
 
 
+@dataclass(frozen=True, slots=True)
+class DrainSkipped:
+    """A due step is not drained, because the root would not keep the step. Rank 0 sends the event."""
+
+    step: int
+    """The step."""
+
+    url: str
+    """URL of the root."""
+
+    rank: int
+    """The rank."""
+
+    why: str
+    """The reason."""
+
+    unix_seconds: float
+    """Wall-clock time."""
+
+
 LogEvent = LogSealed | LogInterrupted | LogRedone
-Event = Began | Entered | Decided | Progress | Ended | Failed | LogEvent
+Event = Began | Entered | Decided | Progress | Ended | Failed | DrainSkipped | LogEvent

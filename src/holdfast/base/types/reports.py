@@ -107,6 +107,26 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainReport:
+    """The report of the drain of one step on one rank."""
+
+    bytes: int
+    """Bytes of files that this rank copied to the root."""
+
+    files: int
+    """Number of these files."""
+
+    retries: int
+    """Requests to an object store that this process made again during the drain."""
+
+    retry_seconds: float
+    """Seconds of the drain in which at least one request was being made again."""
+
+    throttled: int
+    """Requests that the store refused or left unanswered because it had too much to do."""
+
+
+@dataclass(frozen=True, slots=True)
 class PartlyFilled:
     """A tensor of another shape than was saved, of which a load filled the overlap."""
 

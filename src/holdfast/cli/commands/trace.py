@@ -25,7 +25,7 @@ def trace(
         str, typer.Option("--output", "-o", metavar="FILE", help="File to write; - prints the trace.")
     ] = "trace.json",
 ) -> None:
-    """Write a trace of the saves and loads of a checkpoint or run, from the reports of its ranks.
+    """Write a trace of the saves, loads and drains of a checkpoint or run, from the reports of its ranks.
 
     Open it at https://ui.perfetto.dev or chrome://tracing: one process per rank, one track per phase.
     """
@@ -42,6 +42,7 @@ def trace(
             return
         _write(Path(output), text)
         counts = f"{counted(result.saves, 'save')} and {counted(result.loads, 'load')}"
+        counts += f", {counted(result.drains, 'drain')}" if result.drains else ""
         stdout().line(f"{printable(output)}: {counts}, {counted(result.ranks, 'rank')}", style="green")
         stdout().line("open it at https://ui.perfetto.dev or chrome://tracing", style="dim")
 

@@ -1,4 +1,4 @@
-"""Reports beside a checkpoint: what each rank did during the save, and during the last load of each reader.
+"""Reports beside a checkpoint: the work of each rank during the save, the drain, and the last load of each reader.
 
 A file holds the report of a rank, and with it those of other ranks of its node.
 Reports are for people. No reader of a checkpoint needs them, and no code decides anything by them.
@@ -33,14 +33,14 @@ from holdfast.errors import CheckpointError, CorruptError
 REPORTS_FOLDER = "reports/"
 """Folder of the reports, inside the folder of the checkpoint."""
 
-_REPORT = re.compile(r"(save|load)-([0-9a-f]{16})-r(\d{5})\.json", re.ASCII)
+_REPORT = re.compile(r"(save|load|drain)-([0-9a-f]{16})-r(\d{5})\.json", re.ASCII)
 _REPORT_BYTES_MAX = 1 << 20
 _PHASES_MAX = 10_000
 _CODINGS_MAX = 1000
 
 
 def put_reports(store: Store, folder: str, reports: Sequence[RankReport]) -> None:
-    """Put reports of some ranks on one save or load beside its checkpoint, in the file of the first.
+    """Put reports of some ranks on one operation beside its checkpoint, in the file of the first.
 
     Raises:
         CheckpointError: The file could not be written.

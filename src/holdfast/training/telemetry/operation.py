@@ -1,4 +1,4 @@
-"""The trace of one save or load on one rank: its phases, its events, and the report stored beside the checkpoint."""
+"""The trace of one operation on one rank: its phases, its events, and the report stored beside the checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from holdfast.base.types.events import (
     RankReport,
     Verb,
 )
-from holdfast.base.types.reports import LoadReport, SaveReport
+from holdfast.base.types.reports import DrainReport, LoadReport, SaveReport
 from holdfast.core.engine.background import is_done_soon
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 from holdfast.training.telemetry.node_reports import NodeReports
@@ -47,7 +47,7 @@ _NO_FACTS = ("step", "url", "attempt", "phases", "bytes", "codings")
 
 
 class OperationTrace:
-    """The phases and events of one save or load on one rank. Every method may be called on any thread."""
+    """The phases and events of one operation on one rank. Every method may be called on any thread."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class OperationTrace:
         self._clock, self._dispatcher, self._store = clock, dispatcher, store
         self._retries_before = self._retries_so_far()
         self.operation = Operation(verb, step, url, comm.rank, comm.world_size)
-        """The save or load."""
+        """The save, load or drain."""
         self._start, self._unix_seconds = clock.monotonic_seconds(), clock.unix_seconds()
         self._phases: list[Phase] = []
         self._lock = threading.Lock()
@@ -151,14 +151,19 @@ class OperationTrace:
         self._dispatcher.dispatch(event)
 
     def end(
-        self, outcome: SaveReport | LoadReport, id: str, store: Store | None, folder: str, node: NodeReports
+        self,
+        outcome: SaveReport | LoadReport | DrainReport,
+        id: str,
+        store: Store | None,
+        folder: str,
+        node: NodeReports,
     ) -> None:
         """Dispatch the report, and store it beside the checkpoint if possible. Never raises.
 
         Storage that does not answer delays the return by a few seconds, and the report may appear later.
 
         Args:
-            outcome: The `SaveReport` or `LoadReport`.
+            outcome: The report for the caller.
             id: 16 hex digits that all ranks share.
             store: The store of the checkpoint; None stores no report.
             folder: The folder of the checkpoint in that store.
@@ -179,7 +184,7 @@ class OperationTrace:
             )
             logger.log(level, text, self.operation.name, type(error).__name__, error)
 
-    def _report(self, outcome: SaveReport | LoadReport, id: str) -> RankReport:
+    def _report(self, outcome: SaveReport | LoadReport | DrainReport, id: str) -> RankReport:
         facts: dict[str, Fact] = {}
         for field in fields(outcome):
             value = getattr(outcome, field.name)

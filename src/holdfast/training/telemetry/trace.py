@@ -1,4 +1,4 @@
-"""Reports of saves and loads as a trace of each rank's phases, for Perfetto and chrome://tracing.
+"""Reports of saves, loads and drains as a trace of each rank's phases, for Perfetto and chrome://tracing.
 
 Source: Trace Event Format, "Complete Events" (`X`), "Async Events" (`b`, `e`) and "Metadata Events" (`M`), as
 ui.perfetto.dev and chrome://tracing read it.
@@ -7,6 +7,7 @@ ui.perfetto.dev and chrome://tracing read it.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -24,6 +25,7 @@ _SAVING = ("collect", "agree", "plan", "compare", "replicas", "copy", "fence", "
 _COMMITTING = ("index", "publish", "sweep")
 _TRACKS = {
     "save": (*_SAVING, *_COMMITTING),
+    "drain": ("send", "wait", "publish"),
     "load": ("resolve", "plan", "agree", "exchange", "read", "restore", "wait"),
 }
 """The phases of each verb, in the order of their tracks from top to bottom."""
@@ -44,6 +46,9 @@ class Trace:
 
     loads: int
     """Number of loads, counted likewise."""
+
+    drains: int
+    """Number of drains of a step to the root, counted likewise."""
 
     ranks: int
     """Number of ranks with a report."""
@@ -87,11 +92,12 @@ def trace_of(store: Store, folder: str | None = None) -> Trace:
             f"{store.url}: no reports of a save or load; expected a checkpoint or the root of a run, with files under "
             f"{REPORTS_FOLDER}{damaged}. Save or load with settings.reports=True (format 1.2 or later) to store some"
         )
-    operations = {(report.operation.verb, report.id) for report in reports}
+    verbs = Counter(verb for verb, _ in {(report.operation.verb, report.id) for report in reports})
     return Trace(
         document=trace_document(reports),
-        saves=sum(verb == "save" for verb, _ in operations),
-        loads=sum(verb == "load" for verb, _ in operations),
+        saves=verbs["save"],
+        loads=verbs["load"],
+        drains=verbs["drain"],
         ranks=len({report.operation.rank for report in reports}),
         unreadable=tuple(unreadable),
         left_out_from=left_out_from,

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.base.interrupts import GUARD, start_thread
+from holdfast.base.types.events import DrainSkipped
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
 from holdfast.core.format.names import step_of_pack
-from holdfast.core.plan.drain import share_of
 from holdfast.errors import (
     CheckpointError,
     ConflictError,
@@ -37,7 +37,6 @@ from holdfast.errors import (
     shown_bytes,
 )
 from holdfast.policies import KeepPolicy
-from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.latest import name_latest
@@ -52,18 +51,14 @@ from holdfast.training.runs.run_parts import RunParts
 from holdfast.training.runs.step_request import StepRequest
 from holdfast.training.runs.tiers.drain_facts import facts_in, facts_of, manifest_in, undrained
 from holdfast.training.runs.tiers.drain_keys import COPYING, DRAINED, TOLD_MAX, DrainKeys
+from holdfast.training.runs.tiers.drain_try import POLL_SECONDS, DrainTry
 from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.telemetry.dispatcher import EventDispatcher
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.2
-"""How often rank 0 looks for the files of other ranks, and a close at the drain."""
-
 _TELL_SECONDS = 0.5
 """How often another rank asks rank 0 about the steps that wait."""
-
-_SILENT_SECONDS = 30.0
-"""After this time without a new file, rank 0 copies the share of the others."""
 
 _RETRY_SECONDS = 5.0
 """How long a failed drain waits before the next try."""
@@ -81,14 +76,22 @@ class _Due:
     pins: list[tuple[Pins, StepPin]] = field(default_factory=list)
     """What keeps its files in both places."""
 
-    is_copied: bool = False
-    """Whether this rank has copied its share."""
+    current: DrainTry | None = None
+    """The try that goes on, or has copied the share of this rank."""
 
 
 class Drain:
     """The drain of one near tier, on one rank."""
 
-    def __init__(self, job: Job, run: TwoRoots, near: RunParts, root: RunParts, keep: KeepPolicy | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run: TwoRoots,
+        near: RunParts,
+        root: RunParts,
+        keep: KeepPolicy | None,
+        dispatcher: EventDispatcher,
+    ) -> None:
         """Start no thread yet.
 
         Args:
@@ -96,7 +99,9 @@ class Drain:
             run: Both places.
             near, root: The parts of saves into each place.
             keep: The retention policy of the root.
+            dispatcher: Passes events to observers.
         """
+        self._dispatcher = dispatcher
         self._job, self._run, self._near, self._root, self._keep = job, run, near, root, keep
         self._is_first = job.comm.rank == 0
         self._due: dict[StepAndDigest, _Due] = {}
@@ -116,7 +121,7 @@ class Drain:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()  # Set under GUARD: a signal handler may save while the training thread sets it.
         self._is_stopped = False
-        self._copying: StepDrain | None = None
+        self._current: DrainTry | None = None
 
     # ------------------------------------------------------------------------------------- from other threads
 
@@ -162,7 +167,7 @@ class Drain:
         while self._due and self._thread is not None and self._thread.is_alive() and may_wait():
             if self._failures >= _FAILURES_MAX:
                 break
-            self._thread.join(_POLL_SECONDS)
+            self._thread.join(POLL_SECONDS)
             if not is_said and clock.monotonic_seconds() - start > _SAID_AFTER_SECONDS:
                 is_said = True
                 logger.warning(
@@ -174,10 +179,10 @@ class Drain:
         left = list(self._due)
         self._is_stopped = True
         self._wake_up()
-        if self._copying is not None:
-            self._copying.cancel()
+        if self._current is not None:
+            self._current.cancel()
         if self._thread is not None:
-            self._thread.join(_END_SECONDS if self._job.process_deadline is None else _POLL_SECONDS)
+            self._thread.join(_END_SECONDS if self._job.process_deadline is None else POLL_SECONDS)
         for name in left:
             self._end(name, undrained(name[0], "the manager was closed"))
         for name, handle in self._handles:
@@ -242,6 +247,8 @@ class Drain:
                 return
             except Exception as error:  # noqa: BLE001 - the next try may go well
                 self._failures += 1
+                if self._current is not None:
+                    self._current.end(error)
                 if not self._is_stopped:
                     self._job.warn_once(self._run.url, f"the drain failed, and is tried again: {error}")
                 seconds = _RETRY_SECONDS
@@ -265,17 +272,17 @@ class Drain:
 
     def _drain(self, manifest: Manifest, name: StepAndDigest) -> None:
         start = self._job.clock.monotonic_seconds()
-        drain = self._drain_of(manifest)
+        current = self._try(manifest, name)
         for step in {step_of_pack(pack.name) for pack in manifest.packs}:
             if step is not None:
                 self._pin(self._due[name], self._root.pins, step)
-        copied_bytes = self._copy_share(drain, name)
-        self._copy_rest(drain)
+        current.copy_share()
+        current.copy_rest(lambda: self._is_stopped)
         # A save that found its step as it was loaded has not taken the lease.
         epoch = 0 if self._is_stopped else self._near.writer_lease.hold(manifest.run_id)
         if not epoch or self._is_stopped:
             raise undrained(manifest.step, "the manager was closed")
-        outcome = drain.publish(epoch)
+        outcome = current.publish(epoch)
         if outcome.error is not None:
             raise outcome.error
         if outcome.kind is not OutcomeKind.COMMITTED:
@@ -287,7 +294,7 @@ class Drain:
         logger.info(
             "step %s is in the root: rank 0 drained %s in %.1f s",
             manifest.step,
-            shown_bytes(copied_bytes),
+            shown_bytes(current.bytes),
             self._job.clock.monotonic_seconds() - start,
         )
 
@@ -321,6 +328,9 @@ class Drain:
             why = "newer steps have come, and the root would not keep the step: the root is too slow for its steps"
             level = logging.INFO if facts.name in self._earlier else logging.WARNING
             logger.log(level, "step %d is not drained: %s", facts.step, why)
+            self._dispatcher.dispatch(
+                DrainSkipped(facts.step, self._run.root.url, 0, why, self._job.clock.unix_seconds())
+            )
             self._end(facts.name, undrained(facts.step, why))
         return manifests[waits[0].name] if waits else None
 
@@ -329,41 +339,16 @@ class Drain:
         for name, due in list(self._due.items()):
             told = self._told_of(name)
             if told == COPYING:
-                if (
-                    not due.is_copied
-                    and not self._is_stopped
-                    and (manifest := manifest_in(self._run.near, name)) is not None
-                ):
-                    self._copy_share(self._drain_of(manifest), name)
+                is_new = due.current is None or due.current.has_failed
+                manifest = manifest_in(self._run.near, name) if is_new else None
+                if manifest is not None and not self._is_stopped:
+                    self._try(manifest, name).copy_share()
             elif told is not None:
                 self._end(name, None if told == DRAINED else undrained(name[0], told))
 
-    def _drain_of(self, manifest: Manifest) -> StepDrain:
-        comm = self._job.comm
-        root = self._run.root.for_operation(f"drain of step {manifest.step}", comm.rank, comm.world_size)
-        self._copying = StepDrain(self._run.near, root, manifest, self._job.clock, self._job.codecs)
-        return self._copying
-
-    def _copy_share(self, drain: StepDrain, name: StepAndDigest) -> int:
-        """Copy the share of this rank; return the bytes that were copied."""
-        comm = self._job.comm
-        share = share_of(((file.key, file.record.bytes) for file in drain.files), comm.world_size, comm.rank)
-        copied = drain.copy(file for file in drain.lacking() if file.key in share)
-        self._due[name].is_copied = True
-        return copied.bytes
-
-    def _copy_rest(self, drain: StepDrain) -> None:
-        """Wait until the other ranks have copied their shares; copy what no rank copies."""
-        clock, seen = self._job.clock, -1
-        since = clock.monotonic_seconds()
-        while (rest := drain.lacking()) and not self._is_stopped:
-            now = clock.monotonic_seconds()
-            if len(rest) != seen:
-                seen, since = len(rest), now
-            if self._job.comm.world_size == 1 or now - since > _SILENT_SECONDS:
-                drain.copy(rest)
-            else:
-                clock.sleep(_POLL_SECONDS)
+    def _try(self, manifest: Manifest, name: StepAndDigest) -> DrainTry:
+        self._current = self._due[name].current = DrainTry(self._job, self._run, manifest, self._dispatcher)
+        return self._current
 
     # -------------------------------------------------------------------------------------- the end of a step
 
@@ -383,6 +368,9 @@ class Drain:
             self._handles = [each for each in self._handles if each[0] != name]
         for handle in ended:
             _end_handle(handle, error)
+        # The handles first: storage may take the report slowly.
+        if due is not None and due.current is not None:
+            due.current.end(error)
 
     def _told_of(self, name: StepAndDigest) -> str | None:
         """Return what rank 0 tells of a step; None if nothing yet."""

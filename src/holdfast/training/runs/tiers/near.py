@@ -22,6 +22,7 @@ from holdfast.training.runs.tiers.drain import Drain
 from holdfast.training.runs.tiers.drain_facts import manifest_in
 from holdfast.training.runs.tiers.room import NearRoom
 from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.telemetry.dispatcher import EventDispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,15 @@ class NearPlace:
 class NearTier:
     """The near tier of one manager, on one rank."""
 
-    def __init__(self, job: Job, place: NearPlace, root: RunParts, keep: KeepPolicy | None, state: RunState) -> None:
+    def __init__(
+        self,
+        job: Job,
+        place: NearPlace,
+        root: RunParts,
+        keep: KeepPolicy | None,
+        state: RunState,
+        dispatcher: EventDispatcher,
+    ) -> None:
         """Start before the first step; a collective.
 
         Args:
@@ -60,6 +69,7 @@ class NearTier:
             root: The parts of saves into the root.
             keep: The retention policy of the root.
             state: The state of the run.
+            dispatcher: Passes events of drains to observers.
         Raises:
             InvalidError: The near tier is of another run or root, or a rank does not see the folder.
         """
@@ -69,7 +79,7 @@ class NearTier:
         self._place, self._job, self._root = place, job, root
         self.parts = RunParts(job, place.store, AnyOf(LatestN(place.keep_last), Tagged()), state, tier="near")
         """The parts of saves into the near tier."""
-        self.drain = Drain(job, run, self.parts, root, keep)
+        self.drain = Drain(job, run, self.parts, root, keep, dispatcher)
         """Copies due steps to the root."""
         self.room = NearRoom(place.store, place.bytes_max)
         """Whether the next step has a place near."""

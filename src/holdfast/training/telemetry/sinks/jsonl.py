@@ -7,8 +7,21 @@ import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from holdfast.base.types.events import Began, Decided, Ended, Event, Failed, LogInterrupted, LogRedone, Operation, Phase
+from holdfast.base.types.events import (
+    Began,
+    Decided,
+    DrainSkipped,
+    Ended,
+    Event,
+    Failed,
+    LogInterrupted,
+    LogRedone,
+    Operation,
+    Phase,
+)
 from holdfast.errors import InvalidError
+
+_NAMES = {DrainSkipped: "skipped", LogInterrupted: "interrupted", LogRedone: "redone"}
 
 
 class JsonLines:
@@ -65,9 +78,9 @@ class JsonLines:
                 "phases": _seconds_of(event.phases),
             }
             self._write(event.operation, "failed", event.began_unix_seconds + event.seconds, fields)
-        elif isinstance(event, LogInterrupted | LogRedone):
-            name = "interrupted" if isinstance(event, LogInterrupted) else "redone"
-            fields = {"verb": "log", **asdict(event)}
+        elif isinstance(event, DrainSkipped | LogInterrupted | LogRedone):
+            name = _NAMES[type(event)]
+            fields = {"verb": "drain" if isinstance(event, DrainSkipped) else "log", **asdict(event)}
             del fields["unix_seconds"]
             self._append(event.rank, name, event.unix_seconds, fields)
 

@@ -1,4 +1,4 @@
-"""An observer that shows saves and loads as progress bars on a terminal."""
+"""An observer that shows saves, loads and drains as progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from holdfast.base.types import events
-from holdfast.base.types.events import Began, Ended, Entered, Event, Failed, LogEvent, Operation
+from holdfast.base.types.events import Began, DrainSkipped, Ended, Entered, Event, Failed, LogEvent, Operation
 
 
 class TerminalProgress:
-    """Shows the saves and loads of rank 0, each on a line that disappears when it ends.
+    """Shows the saves, loads and drains of rank 0, each on a line that disappears when it ends.
 
     Shows nothing if the console is not a terminal.
     """
@@ -28,7 +28,7 @@ class TerminalProgress:
 
     def on_event(self, event: Event) -> None:
         """Update the line of the operation."""
-        if not self._console.is_terminal or isinstance(event, LogEvent):
+        if not self._console.is_terminal or isinstance(event, DrainSkipped | LogEvent):
             return
         operation = event.report.operation if isinstance(event, Ended) else event.operation
         if operation is None or operation.rank != 0:

@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from holdfast.base.types.events import (
     Began,
+    DrainSkipped,
     Ended,
     Event,
     Failed,
@@ -39,10 +40,12 @@ class PrometheusMetrics:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
         self.operations = counter(
-            "holdfast_operations", "Saves and loads that have ended; outcome is done or failed.", (*by_rank, "outcome")
+            "holdfast_operations",
+            "Saves, loads and drains that have ended; outcome is done or failed.",
+            (*by_rank, "outcome"),
         )
         self.under_way = gauge(
-            "holdfast_operations_under_way", "Saves and loads that have begun and not ended.", by_rank
+            "holdfast_operations_under_way", "Saves, loads and drains that have begun and not ended.", by_rank
         )
         self.bytes = counter("holdfast_bytes", "Bytes of tensors that the rank wrote, or read from storage.", by_rank)
         self.seconds = histogram(
@@ -91,6 +94,9 @@ class PrometheusMetrics:
         self.log_bytes = counter("holdfast_log_bytes", "Bytes of the redo log that the rank made durable.", rank)
         self.log_wait_seconds = counter("holdfast_log_wait_seconds", "Seconds that training waited for the log.", rank)
         self.log_interruptions = counter("holdfast_log_interruptions", "Times that the redo log lost a record.", rank)
+        self.skips = counter(
+            "holdfast_drain_skips", "Due steps that the root did not get: too slow for its steps.", rank
+        )
         self._recoverable: dict[int, int] = {}
 
     def on_event(self, event: Event) -> None:
@@ -112,6 +118,8 @@ class PrometheusMetrics:
                 self._set_recoverable(event.rank, event.recoverable)
         elif isinstance(event, LogInterrupted):
             self.log_interruptions.labels(event.rank).inc()
+        elif isinstance(event, DrainSkipped):
+            self.skips.labels(event.rank).inc()
         elif isinstance(event, LogRedone):
             self._set_recoverable(event.rank, event.step)
 
@@ -136,8 +144,8 @@ class PrometheusMetrics:
         if report.operation.step is not None:
             step = report.operation.step
             self.last_step.labels(verb, rank).set(step)
-            # Records after a base may be sealed before the base is committed.
-            self._set_recoverable(rank, max(step, self._recoverable.get(rank, step)) if verb == "save" else step)
+            # Records after a base may be sealed before the base is committed. A drained step was near before.
+            self._set_recoverable(rank, max(step, self._recoverable.get(rank, step)) if verb != "load" else step)
         if verb == "save":
             self.held_seconds.labels(rank).observe(_blocked_seconds(report))
         for coding in report.codings:

@@ -12,9 +12,11 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
+from holdfast.base.types.events import RankReport
 from holdfast.errors import ConflictError, CorruptError, UnavailableError
 from holdfast.policies import EveryNSteps, KeepPolicy, LatestN, Policies
 from holdfast.stored.copying.step_drain import StepDrain
+from holdfast.stored.repository.reports import reports_in
 from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.calls import RecordingStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
@@ -22,8 +24,10 @@ from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.tiers import drain as draining
+from holdfast.training.runs.tiers import drain_try as trying
 from holdfast.training.runs.tiers.near import NearPlace
 from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.telemetry.trace import trace_of
 from tests.unit.ranks import PATIENT, fresh_store, plain, sharded
 
 SETTINGS = replace(PATIENT, collect_grace_seconds=0.0)
@@ -157,7 +161,7 @@ def test_a_handle_ends_although_the_drain_is_quicker_than_the_end_of_the_save() 
 
 def test_a_rank_whose_drain_is_dead_is_copied_for(monkeypatch: pytest.MonkeyPatch) -> None:
     places = Places()
-    monkeypatch.setattr(draining, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(trying, "_SILENT_SECONDS", 0.5)
     copy_shares = draining.Drain._copy_shares
 
     def die(drain: draining.Drain) -> None:
@@ -180,7 +184,7 @@ def test_a_rank_whose_drain_is_dead_is_copied_for(monkeypatch: pytest.MonkeyPatc
 def test_a_step_that_is_damaged_near_holds_no_later_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
     places = Places()
     is_back = root_away(monkeypatch)
-    monkeypatch.setattr(draining, "_SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(trying, "_SILENT_SECONDS", 0.5)
 
     def train(rank: int, manager: CheckpointManager) -> None:
         first, second = saved(manager, 2, 10, 20)
@@ -278,3 +282,18 @@ def test_saves_go_on_while_the_root_is_away(how: str, monkeypatch: pytest.Monkey
     places.play(2, train, keep=LatestN(2))
     assert committed_steps(bare)[-2:] == [250, 255]
     assert len(committed_steps(places.near)) <= 4
+
+
+def test_the_root_has_a_report_of_each_rank_on_the_drain() -> None:
+    places = Places()
+
+    def train(rank: int, manager: CheckpointManager) -> None:
+        (handle,) = saved(manager, 2, 10)
+        handle.wait("committed", LIMIT_SECONDS)
+
+    places.play(2, train)
+    trace = trace_of(places.root)
+    assert (trace.saves, trace.loads, trace.drains, trace.ranks) == (1, 0, 1, 2)
+    sent = [each for _, each in reports_in(places.root, "step-000000000010/", "drain-")]
+    assert [each.operation.rank for each in sent if isinstance(each, RankReport)] == [0, 1]
+    assert all(isinstance(each, RankReport) and each.bytes and each.facts["files"] for each in sent)
