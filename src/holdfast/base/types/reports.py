@@ -107,7 +107,7 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainReport:
+class StepDrainReport:
     """The report of the drain of one step on one rank."""
 
     bytes: int

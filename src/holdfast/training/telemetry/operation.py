@@ -29,7 +29,7 @@ from holdfast.base.types.events import (
     RankReport,
     Verb,
 )
-from holdfast.base.types.reports import DrainReport, LoadReport, SaveReport
+from holdfast.base.types.reports import LoadReport, SaveReport, StepDrainReport
 from holdfast.core.engine.background import is_done_soon
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 from holdfast.training.telemetry.node_reports import NodeReports
@@ -152,7 +152,7 @@ class OperationTrace:
 
     def end(
         self,
-        outcome: SaveReport | LoadReport | DrainReport,
+        outcome: SaveReport | LoadReport | StepDrainReport,
         id: str,
         store: Store | None,
         folder: str,
@@ -184,7 +184,7 @@ class OperationTrace:
             )
             logger.log(level, text, self.operation.name, type(error).__name__, error)
 
-    def _report(self, outcome: SaveReport | LoadReport | DrainReport, id: str) -> RankReport:
+    def _report(self, outcome: SaveReport | LoadReport | StepDrainReport, id: str) -> RankReport:
         facts: dict[str, Fact] = {}
         for field in fields(outcome):
             value = getattr(outcome, field.name)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from holdfast.base.types.events import Event, Progress
 from holdfast.base.types.manifest import Manifest
-from holdfast.base.types.reports import DrainReport
+from holdfast.base.types.reports import StepDrainReport
 from holdfast.core.format.names import step_folder
 from holdfast.core.plan.drain import share_of
 from holdfast.stored.copying.copied_files import CopiedFile
@@ -96,6 +96,6 @@ class DrainTry:
             self._trace.fail(error)
             return
         counts = self._trace.retry_counts
-        report = DrainReport(self.bytes, self._files, counts.retries, counts.seconds, counts.throttled)
+        report = StepDrainReport(self.bytes, self._files, counts.retries, counts.seconds, counts.throttled)
         store = self._root if self._job.settings.reports else None
         self._trace.end(report, self._manifest.attempt, store, self._folder, self._job.node_reports)
