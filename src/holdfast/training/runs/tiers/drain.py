@@ -356,8 +356,8 @@ class Drain:
         """Record the end of a step, and tell the handles of all ranks."""
         due = self._due.pop(name, None)
         for pins, pin in () if due is None else due.pins:
-            # A step that could not be drained stays near as long as the job.
-            if pins is not self._near.pins or name not in self._given_up:
+            # A step that could not be drained stays near as long as the job; and so does what waits when the job ends.
+            if pins is not self._near.pins or not (self._is_stopped or name in self._given_up):
                 pins.unpin(pin, is_committed=True)
         self._keys.tell(name, DRAINED if error is None else str(error))
         with GUARD:

@@ -261,6 +261,25 @@ def test_steps_that_a_killed_job_left_are_drained_by_the_next(place: Place, monk
     assert steps_in(place.root) == [10, 20, 30]
 
 
+def test_a_collection_during_a_close_leaves_what_the_root_lacks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.training.runs.tiers.drain import Drain
+
+    monkeypatch.setattr(Drain, "_wake_up", lambda self: None)
+    manager = place.manager(every=10, near=5)
+    loaded(manager)
+    for step in (5, 10, 15, 20):
+        handle = manager.maybe_save(step, state_of(step))
+        assert handle is not None
+        handle.wait("near")
+    near = manager._near
+    assert near is not None and near.parts.collecting is not None
+    near.drain.close(lambda: False)
+    near.parts.collect_soon()
+    near.parts.collecting.close(lambda: None, lambda: True)
+    assert steps_in(place.near) == [10, 15, 20], "steps 10 and 20 are due at the root"
+    manager.close(wait=False)
+
+
 # ---------------------------------------------------------------------------------------------------- room
 
 
