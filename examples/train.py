@@ -14,6 +14,7 @@ import logging
 import os
 from contextlib import nullcontext
 
+import gpt
 import torch
 from gpt import GPT, batch_of, text_of
 from torch import distributed
@@ -23,7 +24,7 @@ import holdfast
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
-parser.add_argument("--text", default=__file__)
+parser.add_argument("--text", default=gpt.__file__)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--every", type=int, default=5)
 parser.add_argument("--accumulate", type=int, default=2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 
+import gpt
 import torch
 from gpt import GPT, Windows, text_of
 from torch import distributed
@@ -18,7 +19,7 @@ import holdfast
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder")
-parser.add_argument("--text", default=__file__)
+parser.add_argument("--text", default=gpt.__file__)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--every", type=int, default=5)
 parser.add_argument("--near", help="a fast local folder before the root")

@@ -227,15 +227,22 @@ class Tier:
     def __post_init__(self) -> None:
         text = self.path.__fspath__() if hasattr(self.path, "__fspath__") else self.path
         if not isinstance(text, str) or not text or "://" in text:
-            raise InvalidError(f"Tier({str(self.path)[:80]!r}): expected a folder that every rank sees, as str or Path")
+            raise InvalidError(
+                f"Tier({str(self.path)[:80]!r}): expected a folder that every rank sees, as str or Path. A "
+                "URL is the root: CheckpointManager(URL, near=Tier(folder))"
+            )
         object.__setattr__(self, "path", text)
+        if is_whole(self.every) and self.every < 1:
+            raise InvalidError(f"Tier(every={self.every}): expected a positive whole number of steps, or a policy")
         if is_whole(self.every):
             object.__setattr__(self, "every", EveryNSteps(self.every))
         for rule in rules_of(self.every):
             if not isinstance(rule, SAVE_RULES):
                 raise InvalidError(f"Tier(every={str(self.every)[:80]!r}): expected every=10, or a policy when to save")
-        if self.keep_last is not None:
-            LatestN(self.keep_last)
+        if self.keep_last is not None and (not is_whole(self.keep_last) or self.keep_last < 1):
+            raise InvalidError(
+                f"Tier(keep_last={self.keep_last!r}): expected a positive whole number of steps, or None"
+            )
         if self.bytes_max is not None and (not is_whole(self.bytes_max) or self.bytes_max < 1):
             raise InvalidError(f"Tier(bytes_max={self.bytes_max!r}): expected a positive number of bytes, or None")
 

@@ -340,7 +340,8 @@ class TwoRootsLife(TwoPlaces):
                 assert chosen is not None and self.has_other_at_root(chosen), error
             except CorruptError as error:
                 assert self.torn or any(not self.is_whole(each, "near") for each in near_steps), error
-        if removes and not list(self.stores["near"].list()):
+        # The records of epochs stay.
+        if removes and not any(entry.key.startswith("step-") for entry in self.stores["near"].list()):
             self.expected["near"].clear()
         self.note_places()
         if report is not None:

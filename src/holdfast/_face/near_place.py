@@ -41,6 +41,10 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
             f"near={tier.path}: is the root {root.url}, lies in the root or holds the root; expected a folder of its "
             "own. Nothing was touched. Choose another folder"
         )
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise InvalidError(
+            f"near={tier.path}: is no folder; expected a folder. Nothing was touched. Choose another path"
+        )
     if os.path.isdir(path) and (owner := os.stat(path).st_uid) != os.geteuid():
         raise InvalidError(
             f"near={tier.path}: belongs to user {owner}, and this process is user {os.geteuid()}; expected a folder of "

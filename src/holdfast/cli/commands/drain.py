@@ -40,16 +40,19 @@ def drain(
         except KeyboardInterrupt:
             complain("interrupted; the near tier still has every step. Run the same command again: it goes on")
             raise
-        print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
+        print_result(report, partial(_show, dry_run, remove), partial(_document, dry_run), as_json=as_json)
 
 
-def _show(dry_run: bool, screen: Screen, report: api.DrainReport) -> None:
+def _show(dry_run: bool, remove: bool, screen: Screen, report: api.DrainReport) -> None:
     verb = "would be drained" if dry_run else "drained"
     steps = f"steps {', '.join(map(str, report.steps))}" if report.steps else "no step"
     screen.line(f"{verb} to {report.url}: {steps}; {counted(report.files, 'file')}, {shown_bytes(report.bytes)}")
     if report.left:
-        where = "are gone with the near tier" if report.removed else "stay in the near tier alone"
-        screen.line(f"steps {first_three(report.left)} {where}; to drain one: --step N", style="yellow")
+        if report.removed:
+            fate = "removed with the near tier, which alone had them"
+        else:
+            fate = f"in the near tier alone{', and would be removed' * remove}; to drain one: --step N"
+        screen.line(f"{counted(len(report.left), 'step')} [{first_three(report.left)}] {fate}", style="yellow")
     if report.removed:
         screen.line(f"{report.near} is empty")
 

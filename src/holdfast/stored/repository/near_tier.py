@@ -110,15 +110,19 @@ def record_near(run: TwoRoots) -> None:
         run.root.put(NEAR_FILE, record)
 
 
-def empty_near(near: Store) -> None:
-    """Remove what Holdfast stored in a near tier of which the root has each step that counts, under the writer lease.
+def empty_near(run: TwoRoots) -> None:
+    """Remove the near tier of a run whose root has each step that counts, under the writer lease; then its record.
 
     The records of epochs stay: a stopped writer of an older epoch finds there that its epoch is over.
     """
+    near = run.near
     keys = [entry.key for entry in near.list("")]
     near.delete(
         [key for key in keys if key.partition("/")[0] in _OWN or step_of_folder(key.partition("/")[0]) is not None]
     )
+    record = read_near(run.root)
+    if record is not None and record.url == near.url:
+        run.root.delete([NEAR_FILE])
 
 
 def renew_tags(run: TwoRoots) -> None:

@@ -169,8 +169,8 @@ class StepRequest:
         """
         if self._in_root is None:
             raise UnavailableError(
-                f"step {self._step} is for the near tier alone, and {why}. Nothing was saved. Free space there, lower "
-                "keep_last of the tier, or save more often in the root"
+                f"step {self._step} is for the near tier alone, and {why}. Nothing was saved. Free space there, raise "
+                "bytes_max or lower keep_last of the tier, or save more often in the root"
             )
         logger.warning("step %d is saved straight into the root: %s", self._step, why)
         in_root, base = self._in_root, self._in_root._base

@@ -21,9 +21,10 @@ def saved_line(report: SaveReport, tensor_bytes: int, metrics: Mapping[str, floa
         metrics: The metrics of the step.
     """
     what = report.url if report.step is None else f"step {report.step}"
+    verb = "saved near" if report.tier == "near" else "saved"
     blocked = blocked_seconds(report.staging, report.staged_seconds, report.fence_seconds, report.phases)
     parts = [
-        f"{what} saved: {shown_bytes(tensor_bytes)} in {shown_seconds(report.committed_seconds)} "
+        f"{what} {verb}: {shown_bytes(tensor_bytes)} in {shown_seconds(report.committed_seconds)} "
         f"(training waited {shown_seconds(blocked)})"
     ]
     if 0 < report.stored_bytes < report.bytes:

@@ -168,7 +168,7 @@ class Drain:
             if self._failures >= _FAILURES_MAX:
                 break
             self._thread.join(POLL_SECONDS)
-            if not is_said and clock.monotonic_seconds() - start > _SAID_AFTER_SECONDS:
+            if self._is_first and not is_said and clock.monotonic_seconds() - start > _SAID_AFTER_SECONDS:
                 is_said = True
                 logger.warning(
                     "%s: close waits until steps [%s] are in the root. Ctrl-C or close(wait=False) leaves them to the "

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.base.ports.store import Store
-from holdfast.errors import CheckpointError, InvalidError, first_three
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three
 from holdfast.policies import AnyOf, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.stored.repository.near_tier import empty_near, read_near, require_same_run
@@ -19,7 +19,8 @@ from holdfast.training.loading.statuses import gather_errors
 from holdfast.training.runs.run_parts import RunParts, RunState
 from holdfast.training.runs.step_request import StepRequest
 from holdfast.training.runs.tiers.drain import Drain
-from holdfast.training.runs.tiers.drain_facts import manifest_in
+from holdfast.training.runs.tiers.drain_facts import manifest_in, undrained
+from holdfast.training.runs.tiers.offline_drain import NearDrain
 from holdfast.training.runs.tiers.room import NearRoom
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.telemetry.dispatcher import EventDispatcher
@@ -76,7 +77,7 @@ class NearTier:
         run = state.home.store
         assert isinstance(run, TwoRoots), "a near tier makes two places"
         _require_seen(job, run)
-        self._place, self._job, self._root = place, job, root
+        self._place, self._job, self._run, self._root = place, job, run, root
         self.parts = RunParts(job, place.store, AnyOf(LatestN(place.keep_last), Tagged()), state, tier="near")
         """The parts of saves into the near tier."""
         self.drain = Drain(job, run, self.parts, root, keep, dispatcher)
@@ -121,9 +122,29 @@ class NearTier:
             if is_whole and self._place.is_memory and job.comm.rank == 0 and self.parts.writer_lease.epoch:
                 with suppress(CheckpointError):
                     self.parts.writer_lease.require(self._root.store)
-                    empty_near(self._place.store)
+                    empty_near(self._run)
+            if job.comm.rank == 0 and not self.parts.writer_lease.epoch:
+                self._drain_for_earlier_job(may_wait)
         finally:
             self._root.close(may_wait)
+
+    def _drain_for_earlier_job(self, may_wait: Callable[[], bool]) -> None:
+        """Drain at the end of a job that has saved nothing, as `holdfast drain` does; also empty a tier in memory."""
+        place, job = self._place, self._job
+        request = NearDrain(self._run, job.clock, job.codecs)
+        try:
+            if read_run_id(place.store) is None:
+                return
+            steps = request.planned().steps
+            if steps and not may_wait():
+                logger.warning("%s", undrained(steps[-1], "the job has saved nothing, and its end does not wait"))
+            elif steps or place.is_memory:
+                report = request.execute(job.settings.lease_seconds, remove=place.is_memory)
+                logger.info("steps [%s] of an earlier job are in the root", first_three(report.steps))
+        except ConflictError as error:  # As of a process that only reads beside the job.
+            logger.info("%s: nothing is drained: %s", place.store.url, error)
+        except CheckpointError as error:
+            logger.warning("%s: the steps of the earlier job are not drained: %s", place.store.url, error)
 
 
 def _require_seen(job: Job, run: TwoRoots) -> None:
@@ -155,15 +176,23 @@ def _require_seen(job: Job, run: TwoRoots) -> None:
 
 def _tell_of_other_near(run: TwoRoots) -> None:
     record = read_near(run.root)
-    is_other = record is not None and (record.url, record.host) != (run.near.url, platform.node())
-    if record is not None and is_other and read_run_id(run.near) is None:
+    if record is None:
+        return
+    if (record.url, record.host) != (run.near.url, platform.node()):
         logger.warning(
-            "%s: the last near tier of the run was %s on host %s, and this one is empty: newer steps may lie there. "
-            "The first save leaves these out for good. To keep them: holdfast drain %s",
+            "%s: the last near tier of the run was %s on host %s, not %s: newer steps may lie there. The first save "
+            "leaves these out for good. To keep them: holdfast drain %s",
             run.url,
             record.url,
             record.host,
+            run.near.url,
             record.url,
+        )
+    elif read_run_id(run.near) is None:
+        logger.warning(
+            "%s: was the near tier of the run, and is empty now: steps that only this folder had are lost. The run "
+            "goes on from the root",
+            run.near.url,
         )
 
 

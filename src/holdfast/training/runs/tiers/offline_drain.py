@@ -112,7 +112,7 @@ class NearDrain:
                 raise damages[0]
             if remove:
                 lease.require(self.run.root)
-                empty_near(self.run.near)
+                empty_near(self.run)
                 report.removed = True
         return report
 

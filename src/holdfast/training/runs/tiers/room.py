@@ -46,8 +46,7 @@ class NearRoom:
             lack = self._lack()
             if lack:
                 held = first_three(step_folders(self._store))
-                needed = shown_bytes(self._step_bytes)
-                return f"{self._store.url} {lack}, and a step needs {needed}; it holds steps [{held}]"
+                return f"{self._store.url} {lack}; it holds steps [{held}]"
             if self._failure:
                 # The failure may be over, as after a full disk.
                 self._store.put(_PROBE, bytes(4096))
@@ -59,8 +58,9 @@ class NearRoom:
     def _lack(self) -> str:
         free = self._store.free_bytes()
         if free is not None and free < self._step_bytes:
-            return f"has {shown_bytes(free)} free"
+            return f"has {shown_bytes(free)} free, and a step needs {shown_bytes(self._step_bytes)}"
         used = 0 if self._bytes_max is None else sum(entry.bytes for entry in self._store.list(""))
         if self._bytes_max is not None and used + self._step_bytes > self._bytes_max:
-            return f"holds {shown_bytes(used)} of Tier(bytes_max={self._bytes_max:,})"
+            needed = f", and a step needs {shown_bytes(self._step_bytes)}" if self._step_bytes else ""
+            return f"has {shown_bytes(used)} of Tier(bytes_max={shown_bytes(self._bytes_max)}){needed}"
         return ""

@@ -15,6 +15,7 @@ from holdfast.errors import ConflictError, UnavailableError
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.epochs import newest_epoch, read_heartbeat, require_newest
 from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.training.runs.tiers.drain import Drain
 from tests.unit.training.runs.tiers.test_near_tier import (
     SETTINGS,
     Place,
@@ -58,7 +59,68 @@ def test_an_exception_leaves_the_near_tier_in_memory_whole(memory: Place) -> Non
     assert steps_in(memory.near) == [10, 30] and steps_in(memory.root) == []
     with memory.manager() as manager:
         assert loaded(manager) == 30
-    assert steps_in(memory.near) == [10, 30], "a job that saves nothing removes nothing"
+    assert steps_in(memory.near) == [] and steps_in(memory.root) == [30], "a job that saves nothing drains it"
+
+
+def test_a_job_that_saves_nothing_drains_the_steps_of_a_killed_job(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as dead:
+        dead.setattr(Drain, "_wake_up", lambda self: None)
+        with place.manager() as manager:
+            loaded(manager)
+            train(manager, 10)
+            for step in (20, 30):
+                handle = manager.maybe_save(step, state_of(step))
+                assert handle is not None
+                handle.wait("near")
+            manager.close(wait=False)
+    assert steps_in(place.root) == []
+    with place.manager() as manager:
+        assert loaded(manager) == 30
+        manager.close(wait=False)
+    assert steps_in(place.root) == [], "this end does not wait"
+    with place.manager() as manager:
+        assert loaded(manager) == 30
+    assert steps_in(place.root) == [20, 30] and steps_in(place.near) == [20, 30]
+
+
+def test_a_reader_beside_a_job_drains_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Drain, "_wake_up", lambda self: None)
+    with place.manager() as writer:
+        loaded(writer)
+        for step in (20, 30):
+            handle = writer.maybe_save(step, state_of(step))
+            assert handle is not None
+            handle.wait("near")
+        with place.manager() as reader:
+            assert loaded(reader) == 30
+        assert steps_in(place.root) == []
+        train(writer, 50)
+        writer.close(wait=False)
+
+
+def test_a_job_warns_of_an_emptied_near_tier_and_of_another_one(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 20)
+    shutil.rmtree(place.near)
+    with place.manager() as manager:
+        assert loaded(manager) == 20
+        assert "is empty now: steps that only this folder had are lost" in caplog.text
+        train(manager, 30)
+    other = Place(place.root, place.near.with_name("other"))
+    with other.manager() as manager:
+        assert loaded(manager) == 30, "the close has drained the newest step"
+        train(manager, 40)
+    caplog.clear()
+    with place.manager() as manager:
+        assert f"was {other.near} on host" in caplog.text and "newer steps may lie there" in caplog.text
+        assert loaded(manager) == 40
+    caplog.clear()
+    holdfast.api.drain(str(other.near), remove=True)
+    with place.manager():
+        assert "near tier of the run" not in caplog.text, "an emptied near tier is no loss"
 
 
 def test_a_step_that_cannot_be_drained_keeps_the_near_tier_in_memory(memory: Place) -> None:

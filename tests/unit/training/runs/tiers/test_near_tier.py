@@ -331,7 +331,7 @@ def test_a_budget_in_bytes_counts_what_the_folder_holds(place: Place) -> None:
             handle = manager.maybe_save(step, state_of(step))
             assert handle is not None
             handle.wait()
-        with pytest.raises(UnavailableError, match=r"of Tier\(bytes_max=40,000\)"):
+        with pytest.raises(UnavailableError, match=r"of Tier\(bytes_max=39.1 KiB\), and a step needs"):
             manager.save(25, state_of(25), near_only=True).wait()
         report = manager.save(40, state_of(40)).wait()
         assert report is not None and report.tier == "root"
