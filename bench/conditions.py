@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bench import device
+from bench.part import Round
 
 _BLOCK = bytearray(1 << 22)
 
@@ -35,6 +36,32 @@ def timed(work: Callable[[], object]) -> float:
     work()
     barrier()
     return time.perf_counter() - start
+
+
+def measured(name: str, work: Callable[[], object], *, together: bool = True) -> Round:
+    """Return the seconds until the slowest rank has finished, and the processor seconds of all ranks.
+
+    Args:
+        name: Key of the seconds; that of the processor seconds has `_cpu` behind it.
+        work: What is measured.
+        together: Whether the ranks begin together. If not, the seconds begin with the first rank.
+    """
+    if together:
+        device.settle()
+        barrier()
+    # The ranks run on one machine, and its processes share this clock.
+    before, start = time.process_time(), time.perf_counter()
+    work()
+    stop, spent = time.perf_counter(), torch.tensor([time.process_time() - before], dtype=torch.float64)
+    dist.all_reduce(spent)
+    return {name: slowest(stop) + slowest(-start), f"{name}_cpu": float(spent)}
+
+
+def of_first_rank(text: str) -> str:
+    """Return the text of rank 0, on every rank."""
+    texts = [text]
+    dist.broadcast_object_list(texts)
+    return texts[0]
 
 
 def slowest(seconds: float) -> float:

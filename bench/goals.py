@@ -166,6 +166,10 @@ GOALS = (
         0.25,
     ),
     _less("object_peak_extra_mib", "object store, peak memory of a save above state and arena, MiB per rank", 264, 320),
+    _more("drain_vs_limit", "near tier, drain of two ranks to an object store: speed ÷ bare obstore.put", 0.9, 0.75),
+    _less("drain_cpu_vs_save", "near tier, drain to an object store: processor time ÷ a save straight there", 0.8, 1.1),
+    _less("drain_slowdown", "time of steps beside a drain of 256 MiB to a disk every 10 s ÷ without", 1.01, 1.05),
+    _less("drain_slowdown_store", "the same, drain to an object store that runs on the same cores", 1.01, 1.05),
     _more(
         "ratio_state",
         "compressed: bytes of a bf16 state, 14 a parameter ÷ bytes of the checkpoint",

@@ -8,6 +8,7 @@ from bench import (
     lazy,
     memory,
     stall,
+    store_drain,
     store_memory,
     store_requests,
     store_speed,
@@ -35,3 +36,6 @@ STORE_PARTS: dict[str, Part] = {
     part.name: part for part in (store_requests.PART, store_speed.PART, store_streams.PART, store_memory.PART)
 }
 """Those of `python -m bench.stores`: they need a server of objects."""
+
+TIER_PARTS: dict[str, Part] = {store_drain.PART.name: store_drain.PART}
+"""Those of `python -m bench.tiers URL`, in processes of their own."""

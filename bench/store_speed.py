@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 import holdfast
 from bench import conditions, device
 from bench.part import (
@@ -109,12 +106,12 @@ class Speed:
 
     def measure(self, contender: Contender, *, is_warm_up: bool = False) -> Round:
         """Write, read, check and remove; return wall and processor seconds."""
-        folder = _of_first_rank(f"speed-{contender.name}-{time.time_ns()}")
+        folder = conditions.of_first_rank(f"speed-{contender.name}-{time.time_ns()}")
         found: Round = {}
         for verb, work in (("write", contender.write), ("read", contender.read)):
             if not is_warm_up:
                 conditions.on_first_rank(wait_until_idle)
-            found |= _measured(f"{contender.name}_{verb}", partial(work, folder))
+            found |= conditions.measured(f"{contender.name}_{verb}", partial(work, folder))
         if contender.loads:
             conditions.require_equal(self._saved, self._loaded)
             conditions.zeroed(self._loaded)
@@ -127,22 +124,6 @@ class Speed:
             self._limit.close()
 
 
-def _measured(name: str, work: Callable[[], object]) -> Round:
-    """Return the seconds until the slowest rank has finished, and the processor seconds of all ranks."""
-    before = time.process_time()
-    seconds = conditions.timed(work)
-    spent = torch.tensor([time.process_time() - before], dtype=torch.float64)
-    dist.all_reduce(spent)
-    return {name: seconds, f"{name}_cpu": float(spent)}
-
-
-def _of_first_rank(text: str) -> str:
-    """Return the text of rank 0, on every rank."""
-    texts = [text]
-    dist.broadcast_object_list(texts)
-    return texts[0]
-
-
 def measure(root: Path, params: Params) -> Measured:
     """Let every contender warm up with a small state, then measure each once."""
     place, rivals_too = Place.here(), with_rivals(params)
@@ -150,7 +131,7 @@ def measure(root: Path, params: Params) -> Measured:
         proxied = ""
         if rivals_too and conditions.rank() == 0:
             proxied = stack.enter_context(proxy(place.endpoint, root / "proxy", adds_tags=True)).endpoint
-        proxied = _of_first_rank(proxied)
+        proxied = conditions.of_first_rank(proxied)
         warm = Speed(place, proxied, min(WARM_MIB, params["mib"]), rivals_too=rivals_too)
         for contender in warm.contenders:
             warm.measure(contender, is_warm_up=True)

@@ -1,11 +1,16 @@
 """A near tier beside a plain root: `make bench-tiers`. Results go to `bench/results/tiers.json`.
 
+`python -m bench.tiers` measures with roots on the disk. `python -m bench.tiers s3://BUCKET/FOLDER` measures drains to
+an object store at `AWS_ENDPOINT_URL`, with credentials in the vendor's variables. Either leaves the keys of the other.
+
 Each round runs all contenders of a part, one after the other, in turn. The limit of a near save and a near load is the
-speed of the folder itself; that of a drain beside training is the processor time of its copies, on the other core.
+speed of the folder itself; that of a drain beside training is the processor time of its copies, on the other core. A
+server on this machine takes that core too: `drain_slowdown_store` has the work of the server in it.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -13,7 +18,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,9 +27,11 @@ from typing import TypeVar
 import torch
 
 import holdfast
-from bench import report
+from bench import job, report
 from bench.job import ROOT
 from bench.part import Round, Spread, in_turn, spread_of
+from bench.parts import TIER_PARTS
+from bench.store_place import VARIABLE
 from holdfast._face import wiring
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.local import LocalStore
@@ -58,11 +65,11 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 @contextmanager
-def manager(folder: Path, near: Path | None, **options: object) -> Iterator[holdfast.CheckpointManager]:
+def manager(root: Path | str, near: Path | None, **options: object) -> Iterator[holdfast.CheckpointManager]:
     """Open a run of this process; close without a wait for deletions."""
     tier = None if near is None else holdfast.Tier(near, every=1 << 30, keep_last=1)
     options = {"keep_last": 1, "preemption": False, "settings": SETTINGS, **options}
-    made = holdfast.CheckpointManager(folder, process_group=False, near=tier, **options)  # type: ignore[arg-type]
+    made = holdfast.CheckpointManager(root, process_group=False, near=tier, **options)  # type: ignore[arg-type]
     try:
         yield made
     finally:
@@ -149,12 +156,12 @@ def work_done(seconds_long: float) -> float:
     return count / seconds_long
 
 
-def slowdown(folder: Path, rounds: int) -> list[Round]:
+def slowdown(root: Path | str, rounds: int) -> list[Round]:
     """Measure steps that keep one core busy, with and without a drain of 256 MiB behind them every ten seconds."""
     saved, found = state(), list[Round]()
     torch.set_num_threads(1)
     memory = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    with manager(folder / "root", memory / "near") as run:
+    with manager(root, memory / "near") as run:
         run.load(saved)
         run.save(1, saved).wait("committed")
         step = 1
@@ -172,37 +179,73 @@ def slowdown(folder: Path, rounds: int) -> list[Round]:
                 if handle is not None:
                     handle.wait("committed")
             found.append(this)
-    shutil.rmtree(folder)
     shutil.rmtree(memory, ignore_errors=True)
     return found
 
 
-def keys_of(rounds: dict[str, list[Round]]) -> dict[str, Spread]:
-    """Return the keys of all parts."""
-    moved, asked, busy = rounds["saves_and_loads"], rounds["requests"], rounds["slowdown"]
-    return {
-        "near_save_vs_plain": spread_of([each["plain_save"] / each["near_save"] for each in moved]),
-        "near_load_vs_plain": spread_of([each["plain_load"] / each["near_load"] for each in moved]),
-        "root_requests_per_near_save": spread_of([each["requests"] for each in asked]),
-        "near_save_slow_root_extra_seconds": spread_of([each["slow"] - each["fast"] for each in asked]),
-        "drain_slowdown": spread_of([each["drained"] / each["alone"] for each in busy]),
+def at_the_disk(count: int) -> dict[str, list[Round]]:
+    """Measure the parts whose roots are on the disk or in memory."""
+    (ROOT / "runs").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
+        parts = (saves_and_loads, requests, slowdown)
+        return {part.__name__: part(Path(folder) / part.__name__, count) for part in parts}
+
+
+def at_the_store(url: str, count: int, *, quick: bool) -> dict[str, list[Round]]:
+    """Measure the parts whose roots are in an object store."""
+    rounds: dict[str, list[Round]] = {}
+    for part in TIER_PARTS.values():
+        for number in range(count):
+            load, params = os.getloadavg()[0], {**(part.quick if quick else part.full), "number": number}
+            print(f"round {number + 1}, {part.name}: {part.question}", flush=True)
+            measured = job.run(part, params, ROOT / "runs" / "tiers", variables={VARIABLE: url})
+            rounds.setdefault(part.name, []).extend({**each, "load_average_before": load} for each in measured.rounds)
+    return {**rounds, "slowdown_store": slowdown(f"{url}/slowdown", count)}
+
+
+def keys_of(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Spread]:
+    """Return the keys of the parts that were measured."""
+    ratios: dict[str, tuple[str, Callable[[Round], float]]] = {
+        "near_save_vs_plain": ("saves_and_loads", lambda each: each["plain_save"] / each["near_save"]),
+        "near_load_vs_plain": ("saves_and_loads", lambda each: each["plain_load"] / each["near_load"]),
+        "root_requests_per_near_save": ("requests", lambda each: each["requests"]),
+        "near_save_slow_root_extra_seconds": ("requests", lambda each: each["slow"] - each["fast"]),
+        "drain_slowdown": ("slowdown", lambda each: each["drained"] / each["alone"]),
+        "drain_slowdown_store": ("slowdown_store", lambda each: each["drained"] / each["alone"]),
     }
+    found = {
+        key: spread_of([ratio(each) for each in rounds[part]])
+        for key, (part, ratio) in ratios.items()
+        if part in rounds
+    }
+    for name, part in TIER_PARTS.items():
+        found |= part.keys(rounds[name], {}) if name in rounds else {}
+    return found
+
+
+def results_with(earlier: report.Latest, rounds: Mapping[str, Sequence[Round]], server: str) -> report.Latest:
+    """Return the results with the keys and the rounds of some parts replaced; all others stay."""
+    flat: report.Latest = {}
+    for key, spread in keys_of(rounds).items():
+        flat |= dict(zip(report.names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
+        print(f"{key}: {spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})")
+    kept: Mapping[str, object] = earlier.get("rounds", {})  # type: ignore[assignment]
+    return {**earlier, **flat, **({"server": server} if server else {}), "rounds": {**kept, **rounds}}
 
 
 def main() -> None:
     """Measure, and write the keys."""
-    (ROOT / "runs").mkdir(exist_ok=True)
-    count = 3 if os.environ.get("QUICK") else 7
-    with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
-        parts = (saves_and_loads, requests, slowdown)
-        rounds = {part.__name__: part(Path(folder) / part.__name__, count) for part in parts}
-    keys = keys_of(rounds)
-    flat: dict[str, object] = {}
-    for key, spread in keys.items():
-        flat |= dict(zip(report.names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
-        print(f"{key}: {spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})")
-    if not os.environ.get("QUICK"):
-        RESULTS.write_text(json.dumps({**flat, "rounds": rounds}, indent=1) + "\n")
+    parser = argparse.ArgumentParser(prog="python -m bench.tiers", description=__doc__)
+    parser.add_argument("url", nargs="?", help="s3://BUCKET/FOLDER; drains go below it")
+    parser.add_argument("--server", default="", help="what the server is, for the results")
+    chosen = parser.parse_args()
+    quick = bool(os.environ.get("QUICK"))
+    count = 3 if quick else 7
+    rounds = at_the_store(chosen.url, count, quick=quick) if chosen.url else at_the_disk(count)
+    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = results_with(earlier, rounds, chosen.server)
+    if not quick:
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
