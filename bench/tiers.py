@@ -195,11 +195,14 @@ def at_the_store(url: str, count: int, *, quick: bool) -> dict[str, list[Round]]
     """Measure the parts whose roots are in an object store."""
     rounds: dict[str, list[Round]] = {}
     for part in TIER_PARTS.values():
-        for number in range(count):
+        for number in range(-1, count):  # The first round makes memory of the server.
             load, params = os.getloadavg()[0], {**(part.quick if quick else part.full), "number": number}
             print(f"round {number + 1}, {part.name}: {part.question}", flush=True)
             measured = job.run(part, params, ROOT / "runs" / "tiers", variables={VARIABLE: url})
-            rounds.setdefault(part.name, []).extend({**each, "load_average_before": load} for each in measured.rounds)
+            if number >= 0:
+                rounds.setdefault(part.name, []).extend(
+                    {**each, "load_average_before": load} for each in measured.rounds
+                )
     return {**rounds, "slowdown_store": slowdown(f"{url}/slowdown", count)}
 
 

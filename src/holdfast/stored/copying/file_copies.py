@@ -13,7 +13,7 @@ from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.observer import ByteProgress, Observer
 from holdfast.base.ports.packs import Stored
 from holdfast.base.ports.ranges import read_range
-from holdfast.base.ports.store import Store
+from holdfast.base.ports.store import Store, Upload
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.core.engine.buffers import allocate_aligned, is_read_in
 from holdfast.core.engine.parallel_map import WorkerThreads
@@ -25,6 +25,7 @@ from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.checkpoint.verify import Damage
 from holdfast.stored.copying.copied_files import CopiedFile
 from holdfast.stored.copying.pack_proof import PackPieces
+from holdfast.stored.copying.part_writes import PartWrites
 from holdfast.stored.copying.proof import ContentProof, NoProof, PackProof, Proof, damages_of_pack
 from holdfast.stored.repository.catalog import read_file, read_index, stored_bytes
 
@@ -246,10 +247,11 @@ class FileCopies:
         is_whole_at_once = self._destination.traits.appears_whole
         name = key if is_whole_at_once else f"{self._unfinished}{self._clock.random_bytes(_NAME_BYTES).hex()}"
         size, part_bytes = record.bytes, self._part_bytes(record.bytes)
-        buffer: memoryview | None = None
         mapped = self._mapped(stored, size)
-        lent = None if mapped is None else self._destination.lent_upload(name, [mapped])
+        lent = None if mapped is None else self._lent(name, mapped)
         upload = lent or self._destination.upload(name, size, part_bytes)
+        writes = PartWrites(upload) if lent is None and mapped is not None else None
+        buffer: memoryview | None = None
         sent = 0
         try:
             for start in range(0, size, part_bytes):
@@ -258,17 +260,23 @@ class FileCopies:
                         f"{self._destination.url}/{name}: another file failed, or the copy was ended"
                     )
                 stop = min(start + part_bytes, size)
-                data = mapped[start:stop] if lent and mapped is not None else upload.room(start, stop - start)
-                if data is None:
+                if mapped is not None:
+                    data = mapped[start:stop] if lent else _read_in(stored, mapped, start, stop)
+                elif (room := upload.room(start, stop - start)) is not None:
+                    data = room
+                    stored.files.read_into(stored.key, [(start, stop)], [data])
+                else:
                     buffer = buffer if buffer is not None else allocate_aligned(part_bytes + PAGE_BYTES)
                     data = read_range(stored.files, stored.key, start, stop, buffer)
-                elif lent is None:
-                    stored.files.read_into(stored.key, [(start, stop)], [data])
                 proof.take(data)
-                if lent is None:
+                if writes is not None:
+                    writes.begin(start, data)
+                elif lent is None:
                     upload.write(start, data)
                 sent += stop - start
                 self._add(stop - start)
+            if writes is not None:
+                writes.wait()
             if not proof.holds(record.digest):
                 raise CorruptError(f"{stored.url}: its bytes do not hash to {record.digest}; expected what was saved")
             upload.complete()
@@ -276,6 +284,8 @@ class FileCopies:
                 self._destination.move(name, key)
         except BaseException as error:
             self._add(-sent)
+            if writes is not None:
+                writes.end()
             with suppress(CheckpointError):  # The next call finds what stays of it.
                 upload.abort()
             if isinstance(error, CorruptError):
@@ -284,17 +294,20 @@ class FileCopies:
         return True
 
     def _mapped(self, stored: Stored, size: int) -> memoryview | None:
-        """Return a file as memory that a destination can send without a copy; None if the file has to be read.
+        """Return a file as memory that a store of objects can send without a copy; None if the file has to be read.
 
         To send a mapped file takes a third of the CPU time.
         """
-        largest = self._destination.traits.object_bytes_max
-        if not stored.files.traits.maps_files or (largest is not None and size > largest):
+        if not stored.files.traits.maps_files or self._destination.traits.object_bytes_max is None:
             return None
-        mapped = stored.files.mapped(stored.key)
-        memory = memoryview(mapped or b"")
-        # Where a page cannot be read, the usual reading names the place.
-        return memory if size == len(memory) > 0 and is_read_in(memory) else None
+        memory = memoryview(stored.files.mapped(stored.key) or b"")
+        return memory if size == len(memory) > 0 else None
+
+    def _lent(self, name: str, mapped: memoryview) -> Upload | None:
+        """Lend a mapped file to one request; None if the file is sent in parts."""
+        largest = self._destination.traits.object_bytes_max
+        is_whole = largest is not None and mapped.nbytes <= largest and is_read_in(mapped)
+        return self._destination.lent_upload(name, [mapped]) if is_whole else None
 
     def _part_bytes(self, size: int) -> int:
         largest = self._destination.traits.object_bytes_max
@@ -362,6 +375,15 @@ def location_in_run(source: Store, manifest: Manifest) -> CheckpointLocation:
     """Return the step of a run that a manifest commits."""
     assert manifest.step is not None, "a manifest of a run has a step"
     return CheckpointLocation(source, step_folder(manifest.step), manifest.step, root=source)
+
+
+def _read_in(stored: Stored, mapped: memoryview, start: int, stop: int) -> memoryview:
+    """Return a part of a mapped file whose pages have been read."""
+    part = mapped[start:stop]
+    if is_read_in(part):
+        return part
+    # Where a page cannot be read, the usual reading names the place.
+    return read_range(stored.files, stored.key, start, stop, allocate_aligned(stop - start + PAGE_BYTES))
 
 
 def _exists(stored: Stored) -> bool:

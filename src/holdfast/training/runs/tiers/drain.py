@@ -57,8 +57,8 @@ from holdfast.training.telemetry.dispatcher import EventDispatcher
 
 logger = logging.getLogger(__name__)
 
-_TELL_SECONDS = 0.5
-"""How often another rank asks rank 0 about the steps that wait."""
+_TELL_SECONDS_MIN, _TELL_SECONDS = 0.05, 0.5
+"""How long another rank waits before it asks rank 0 about the steps that wait: first short, then twice as long."""
 
 _RETRY_SECONDS = 5.0
 """How long a failed drain waits before the next try."""
@@ -230,7 +230,7 @@ class Drain:
     def _work(self) -> None:
         seconds: float | None = None
         while not self._is_stopped:
-            self._wake.wait(seconds)
+            waited = 0.0 if self._wake.wait(seconds) else seconds or 0.0
             self._wake.clear()
             seconds = None
             try:
@@ -238,7 +238,7 @@ class Drain:
                     self._drain_all()
                 else:
                     self._copy_shares()
-                    seconds = _TELL_SECONDS if self._due else None
+                    seconds = min(max(2 * waited, _TELL_SECONDS_MIN), _TELL_SECONDS) if self._due else None
             except ConflictError as over:
                 logger.warning("%s: the drain ends: %s", self._run.url, over)
                 self._is_stopped = True
@@ -343,6 +343,7 @@ class Drain:
                 manifest = manifest_in(self._run.near, name) if is_new else None
                 if manifest is not None and not self._is_stopped:
                     self._try(manifest, name).copy_share()
+                    self._wake.set()  # Rank 0 ends the step soon.
             elif told is not None:
                 self._end(name, None if told == DRAINED else undrained(name[0], told))
 
