@@ -18,9 +18,10 @@
 #                   disk under runs/); QUICK=1, ONLY=redo_overhead,kills
 #   make bench-activations   training within a budget of memory, beside checkpointing and compiled blocks, predicted and
 #                   measured (about 40 minutes; a C++ compiler for the compiled ones); QUICK=1, ONLY=peaks,slowdown_vs_sac
-#   make bench-tiers   saves into a near tier and loads beside a plain root, requests to the root, training beside a drain
-#                   (5 minutes); QUICK=1
-#   make bench-tiers bench-data   speed of the loader, cost of the data position, and resumes on other ranks beside torchdata,
+#   make bench-tiers   saves into a near tier and loads beside a plain root, requests to the root, training beside a drain;
+#                   drains to Ceph, which it installs and starts (15 minutes, 16 GiB of memory); QUICK=1, ONLY=disk or
+#                   ONLY=store
+#   make bench-data   speed of the loader, cost of the data position, and resumes on other ranks beside torchdata,
 #                   datasets, Grain and litdata (about 15 minutes); QUICK=1, ONLY=loader_1k,rivals
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
@@ -52,7 +53,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-data bench-compare integrations interop fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-tiers bench-data bench-compare integrations interop fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -132,9 +133,12 @@ bench-interop: $(READY)
 	@test "$(ONLY)" = layouts || $(PY) -m bench.interop
 	@QUICK=$(QUICK) $(PY) -m bench.layouts
 
+# The server begins after the parts at the disk, which would share the cores with it.
 bench-tiers: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,bench]'
-	@QUICK=$(QUICK) $(PY) -m bench.tiers
+	@test "$(ONLY)" = store || QUICK=$(QUICK) $(PY) -m bench.tiers
+	@test "$(ONLY)" = disk || QUICK=$(QUICK) $(PY) -m tests.servers.beside \
+	    $(PY) -m bench.tiers '{url}' --server '{server}'
 
 bench-scale: $(READY)
 	@$(PY) -m bench.scale

@@ -25,6 +25,9 @@ from bench.store_place import SHAPES, Limit, Place, wait_until_idle
 WARM_MIB = 64
 """Size of the state with which every contender makes its connections and its threads."""
 
+MEMORY, PREFIX = "/dev/shm", "bench-drain-"
+"""Where near tiers are, and how their names begin."""
+
 NEAR_ALONE = 1 << 30
 """No step of the bench is a multiple: each one is due at the store."""
 
@@ -57,7 +60,8 @@ def measure(root: Path, params: Params) -> Measured:
 
 def _drained(url: str, warm: State, state: State) -> Round:
     """Save into memory, and measure from there to the commit in the store, on the rank that learns of it last."""
-    memory = Path(conditions.of_first_rank(tempfile.mkdtemp(dir="/dev/shm") if conditions.rank() == 0 else ""))
+    made = tempfile.mkdtemp(dir=MEMORY, prefix=PREFIX) if conditions.rank() == 0 else ""
+    memory = Path(conditions.of_first_rank(made))
     try:
         with _manager(url, holdfast.Tier(memory / "near", every=NEAR_ALONE)) as run:
             run.load(warm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,11 +16,12 @@ from holdfast.backends.stores.memory import MemoryStore
 from holdfast.backends.stores.objects.store import ObjectStore
 from holdfast.backends.stores.remote.memory import BytesInFlight, LentObject
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.ports.readable import Release
 from holdfast.base.ports.store import Store, Upload
 from holdfast.core.engine.buffers import is_read_in
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, UnavailableError
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.stored.copying import file_copies
+from holdfast.stored.copying import file_copies, step_drain
 from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.testing.faults import Faults, FaultyStore
 from tests.everyday.frozen_run import made_at
@@ -79,6 +81,72 @@ def test_other_files_are_read(near: LocalStore, root: Lending, monkeypatch: pyte
     assert root.lent == {}
     assert drain.publish(epoch).kind is OutcomeKind.COMMITTED
     require_same(near, root, 20)
+
+
+class InParts(Lending):
+    """A root to which every file is too large for one request; no part ends before another one has begun."""
+
+    def __init__(self, name: str, failing: int | None = None) -> None:
+        super().__init__(name)
+        self.traits = replace(self.traits, object_bytes_max=0)
+        self.together = threading.Barrier(2)
+        self.failing, self.under_way, self.at_abort = failing, list[int](), list[int]()
+
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
+        """Begin an object."""
+        return Part(self, super().upload(key, bytes_max, part_bytes), bytes_max > 2 * part_bytes)
+
+
+class Part:
+    """An upload to `InParts`."""
+
+    def __init__(self, root: InParts, inner: Upload, is_large: bool) -> None:
+        self.root, self.inner, self.is_large = root, inner, is_large
+        self.room, self.complete = inner.room, inner.complete
+
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
+        """Write a part; the first two of a large file wait for each other."""
+        self.root.under_way.append(offset)
+        if self.is_large and offset < 2 * PAGE_BYTES:
+            self.root.together.wait(20)
+        if offset and offset == self.root.failing:
+            self.root.under_way.pop()
+            raise UnavailableError("a part fails")
+        time.sleep(0.3 if self.root.failing and offset > self.root.failing else 0)
+        self.inner.write(offset, data, release)
+        self.root.under_way.pop()
+
+    def abort(self) -> None:
+        """Note how many parts are under way."""
+        self.root.at_abort.append(len(self.root.under_way))
+        self.inner.abort()
+
+
+@pytest.fixture
+def one_file_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_drain, "_FILES_AT_ONCE", 1)
+    monkeypatch.setattr(file_copies, "_PART_BYTES", PAGE_BYTES)
+
+
+def test_parts_of_a_mapped_file_are_sent_side_by_side(near: LocalStore, one_file_at_once: None) -> None:
+    root = InParts("side-by-side")
+    epoch = join(near, root)
+    drain = drain_of(near, root, 20)
+    assert max(file.record.bytes for file in drain.files) > 2 * PAGE_BYTES
+    drain.copy(drain.lacking())
+    assert drain.publish(epoch).kind is OutcomeKind.COMMITTED
+    require_same(near, root, 20)
+
+
+def test_a_failed_part_ends_the_upload_after_the_others(near: LocalStore, one_file_at_once: None) -> None:
+    root = InParts("failed-part", failing=PAGE_BYTES)
+    join(near, root)
+    drain = drain_of(near, root, 20)
+    with pytest.raises(UnavailableError, match="a part fails"):
+        drain.copy(drain.lacking())
+    assert root.at_abort == [0], "parts were under way as the upload was aborted"
 
 
 def test_a_damaged_file_is_refuted_before_it_is_sent(near: LocalStore, root: Lending) -> None:

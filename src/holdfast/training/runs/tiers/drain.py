@@ -58,13 +58,12 @@ from holdfast.training.telemetry.dispatcher import EventDispatcher
 logger = logging.getLogger(__name__)
 
 _TELL_SECONDS_MIN, _TELL_SECONDS = 0.05, 0.5
-"""How long another rank waits before it asks rank 0 about the steps that wait: first short, then twice as long."""
+"""Shortest and longest time after which another rank asks rank 0 about the steps that wait; each is twice the last."""
 
 _RETRY_SECONDS = 5.0
 """How long a failed drain waits before the next try."""
 
-_END_SECONDS = 5.0
-_SAID_AFTER_SECONDS = 1.0
+_END_SECONDS, _SAID_AFTER_SECONDS = 5.0, 1.0
 _FAILURES_MAX = 3
 """Failed tries in a row after which a close waits no longer."""
 

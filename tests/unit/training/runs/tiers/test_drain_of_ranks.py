@@ -116,6 +116,13 @@ def test_every_rank_copies_its_share_and_ends_its_handles() -> None:
     assert all(places.uploads())
 
 
+def test_the_other_ranks_ask_soon_after_a_save_and_after_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draining, "_TELL_SECONDS", 60.0)
+    places = Places()
+    places.play(2, lambda rank, manager: saved(manager, 2, 10)[0].wait("committed", LIMIT_SECONDS))
+    assert all(places.uploads())
+
+
 def test_every_rank_copies_its_share_of_what_an_earlier_job_left(monkeypatch: pytest.MonkeyPatch) -> None:
     places = Places()
 
