@@ -15,6 +15,7 @@ from holdfast.backends.foreign.nested_state import State, nested_state
 from holdfast.backends.foreign.values import below
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.layouts.layout import Layouts
+from holdfast.base.name_patterns import with_names_above
 from holdfast.base.types.export import ExportOptions
 from holdfast.base.types.values import FrameworkValue
 from holdfast.errors import ConflictError, CorruptError, InvalidError, first_three
@@ -194,7 +195,7 @@ class _Selected:
 
     def _part(self, value: object, path: str) -> object:
         """Return the selected part of a value; `_ABSENT` for no part. A list counts as one value."""
-        names = (*_at_and_above(path), *(_at_and_above(value.fqn) if isinstance(value, TensorLeaf) else ()))
+        names = (*with_names_above(path), *(with_names_above(value.fqn) if isinstance(value, TensorLeaf) else ()))
         hits = [pattern for pattern in self._patterns if any(fnmatchcase(name, pattern) for name in names)]
         for pattern in hits:
             self._unmatched.pop(pattern, None)
@@ -210,14 +211,6 @@ class _Selected:
             parts_of_list = [self._part(item, f"{path}.{number}") for number, item in enumerate(value)]
             return _ABSENT if all(part is _ABSENT for part in parts_of_list) else value
         return _ABSENT
-
-
-def _at_and_above(name: str) -> Iterator[str]:
-    """Yield a name and the names above: a pattern applies to a matching name and to all names below."""
-    yield name
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _leaves(value: object) -> Iterator[object]:

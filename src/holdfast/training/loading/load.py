@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from holdfast.base.geometry.box import Box
+from holdfast.base.name_patterns import judge_unmatched
 from holdfast.base.ports.framework import Catalog, Restoration, Wanted
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.plan import LoadPlan
@@ -35,7 +36,6 @@ from holdfast.core.engine.exchange import TransferStats
 from holdfast.core.engine.gc_pause import GcPause, is_small_transfer
 from holdfast.core.format.index.index import Index
 from holdfast.core.format.index.split_index import SplitIndex
-from holdfast.core.plan.unmatched_patterns import judge_unmatched
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.stored.checkpoint.index_loading import index_for
 from holdfast.stored.checkpoint.location import CheckpointLocation

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import DIGEST_BYTES
 from holdfast.base.geometry.region import Region, contains
+from holdfast.base.name_patterns import with_names_above
 from holdfast.base.ports.framework import Collected, Framework, LocalShard, Selection
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.plan import PackItem
@@ -175,16 +176,8 @@ def loaded_state(framework: Framework, request: LoadRequest, loaded: Loaded) -> 
     if not watched:
         return None
     # A module or optimizer may be given more than a save takes: FSDP1 has scalars of parameters elsewhere.
-    filled = frozenset(fqn for fqn in loaded.filled if watched.keys().isdisjoint(_paths_to(f".{fqn}")))
+    filled = frozenset(fqn for fqn in loaded.filled if watched.keys().isdisjoint(with_names_above(f".{fqn}")))
     return LoadedState(step, loaded.manifest, request.selection, frozenset(state), loaded.index, watched, filled)
-
-
-def _paths_to(path: str) -> Iterator[str]:
-    """Return the path of a tensor, and every path above it."""
-    yield path
-    while "." in path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def _is_of(name: str, keys: Collection[str]) -> bool:

@@ -7,12 +7,12 @@ from math import prod
 
 from holdfast.base.geometry.mesh_packing import unpacked
 from holdfast.base.geometry.tensor import Mesh, Role
+from holdfast.base.name_patterns import unmatched
 from holdfast.base.ports.framework import Collected, LocalShard, UnmatchedPattern
 from holdfast.base.types.values import Group, Value
 from holdfast.core.format.digest import short_digest_of
 from holdfast.core.format.index.tensor_table import require_listable
 from holdfast.core.format.values import values
-from holdfast.core.plan.coding.coded_pieces import unmatched
 from holdfast.core.plan.declared_parts import (
     DeclaredParts,
     DeclaredTensor,

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from holdfast.backends.torch.state.selection import with_names_above
 from holdfast.backends.torch.ties import storage_key
 from holdfast.base.geometry.box import Box
+from holdfast.base.name_patterns import with_names_above
 from holdfast.base.ports.framework import Misfit
 from holdfast.base.types.reports import PartlyFilled
 

@@ -25,13 +25,7 @@ from holdfast.backends.torch.state.positions_of_data import require_named_ranks
 from holdfast.backends.torch.state.rank_values import load_into, loader_of_rank_value, require_dict
 from holdfast.backends.torch.state.resized import ResizedTensors, clipped
 from holdfast.backends.torch.state.saved_values import children_of, lost_optimizers, misfit_of_tensor, misfit_of_value
-from holdfast.backends.torch.state.selection import (
-    ABSENT,
-    EntryMerge,
-    Selector,
-    saved_names,
-    with_names_above,
-)
+from holdfast.backends.torch.state.selection import ABSENT, EntryMerge, Selector, saved_names
 from holdfast.backends.torch.state.walk import (
     DictNode,
     ModuleNode,
@@ -56,6 +50,7 @@ from holdfast.backends.torch.tensors import (
 )
 from holdfast.backends.torch.ties import Ties, storage_key
 from holdfast.base.geometry.sharded import Sharded
+from holdfast.base.name_patterns import with_names_above
 from holdfast.base.ports.framework import Catalog, Misfit, Selection, Wanted
 from holdfast.base.types.per_rank import PerRank, RngState
 from holdfast.base.types.values import FrameworkValue, Group, Skipped, TensorRef, Value, is_subclass_record

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase, translate
+from fnmatch import fnmatchcase
 from typing import TypeGuard
 
 from holdfast.backends.torch.containers import dict_like, is_plain_dict, put_together, tensors_in
+from holdfast.base.name_patterns import unmatched, with_names_above
 from holdfast.base.ports.framework import Selection, UnmatchedPattern
 from holdfast.base.types.values import Group, Skipped, Value
 
@@ -69,34 +69,17 @@ class Selector:
             tensors: Names of the tensors that both have. `partial` matches only these.
         """
         only, skip = self._selection.only or (), self._selection.skip
-        left = _unmatched(only, self._known)
+        left = unmatched(only, self._known)
         # A parameter may have a gradient at the next save.
         grads = {pattern: pattern.removesuffix(".grad") for pattern in skip}
-        left_of_skip = _unmatched(_unmatched({*grads.values()}, self._known), names_elsewhere)
+        left_of_skip = unmatched(unmatched({*grads.values()}, self._known), names_elsewhere)
         partial = self._selection.partial
-        left_of_partial = _unmatched(partial, tensors)
+        left_of_partial = unmatched(partial, tensors)
         return (
             *(UnmatchedPattern("only", pattern) for pattern in only if pattern in left),
             *(UnmatchedPattern("partial", pattern) for pattern in partial if pattern in left_of_partial),
             *(UnmatchedPattern("skip", pattern) for pattern in skip if grads[pattern] in left_of_skip),
         )
-
-
-def with_names_above(name: str) -> list[str]:
-    """Return a name and all names above it."""
-    return [name, *(name[:at] for at, letter in enumerate(name) if letter == ".")]
-
-
-def _unmatched(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
-    """Return the patterns that match none of some names, nor a name above them."""
-    matchers = {pattern: re.compile(translate(pattern)).match for pattern in patterns}
-    for name in names:
-        if not matchers:
-            break
-        above = with_names_above(name)
-        for pattern in [pattern for pattern, matches in matchers.items() if any(map(matches, above))]:
-            del matchers[pattern]
-    return {*matchers}
 
 
 def named_leaves(value: object, path: str) -> Iterator[tuple[str, object]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase, translate
+from fnmatch import fnmatchcase
 
 from holdfast.base.geometry.region import Region
 from holdfast.base.geometry.tensor import Shard
+from holdfast.base.name_patterns import with_names_above
 from holdfast.base.types.coding import Kind
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -48,21 +48,4 @@ def matches(fqn: str, patterns: Collection[str]) -> bool:
     """Return whether a pattern matches a name, or a name above it."""
     if not patterns:
         return False
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in _names_above(fqn))
-
-
-def unmatched(patterns: Sequence[str], fqns: Iterable[str]) -> list[str]:
-    """Return the patterns that match none of some names, nor a name above them."""
-    matchers = {pattern: re.compile(translate(pattern)).match for pattern in patterns}
-    for fqn in fqns:
-        if not matchers:
-            break
-        names = _names_above(fqn)
-        for pattern in [pattern for pattern, is_match in matchers.items() if any(map(is_match, names))]:
-            del matchers[pattern]
-    return list(matchers)
-
-
-def _names_above(fqn: str) -> list[str]:
-    """Return a name and all names above it."""
-    return [fqn, *(fqn[:at] for at, letter in enumerate(fqn) if letter == ".")]
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in with_names_above(fqn))

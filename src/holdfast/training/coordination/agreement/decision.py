@@ -8,8 +8,8 @@ from functools import partial
 from itertools import chain
 
 from holdfast.base.geometry.rank_ranges import RankRanges, rank_ranges, ranks_in
+from holdfast.base.name_patterns import judge_unmatched
 from holdfast.core.plan.rank_differences import Differences, refusal_of
-from holdfast.core.plan.unmatched_patterns import judge_unmatched
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.training.coordination.agreement.declared_parts import PartsJudgement, declared_by_all
 from holdfast.training.coordination.agreement.details import (

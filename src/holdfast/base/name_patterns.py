@@ -1,11 +1,30 @@
-"""Judges patterns of `only` and `skip` that match no name on any rank: which are refused, and which are logged."""
+"""Patterns of names in a state: a pattern that matches a name applies to all names below that name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import translate
 
 from holdfast.base.ports.framework import UnmatchedPattern
 from holdfast.errors import InvalidError, first_three
+
+
+def with_names_above(name: str) -> list[str]:
+    """Return a name and all names above it."""
+    return [name, *(name[:at] for at, letter in enumerate(name) if letter == ".")]
+
+
+def unmatched(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return the patterns that match none of some names, nor a name above them."""
+    matchers = {pattern: re.compile(translate(pattern)).match for pattern in patterns}
+    for name in names:
+        if not matchers:
+            break
+        above = with_names_above(name)
+        for pattern in [pattern for pattern, matches in matchers.items() if any(map(matches, above))]:
+            del matchers[pattern]
+    return list(matchers)
 
 
 def judge_unmatched(
