@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 import holdfast
-from holdfast.backends.stores.wrappers import backoff
+from holdfast.backends.stores.wrappers import retries
 from holdfast.errors import UnavailableError
 from holdfast.observers import prometheus
 from holdfast.settings import ObjectSettings, Settings
@@ -29,7 +29,7 @@ ELEMENTS = 50_000
 @pytest.fixture
 def proxy(objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     # Waits are random up to this: a sweep over many faults need not wait for any.
-    monkeypatch.setattr(backoff, "FIRST_SECONDS", 0.001)
+    monkeypatch.setattr(retries, "FIRST_SECONDS", 0.001)
     with FaultProxy("127.0.0.1", int(objects.endpoint.rpartition(":")[2])) as proxy:
         yield proxy
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.backends.stores.wrappers import backoff
+from holdfast.backends.stores.wrappers import retries
 from tests.campaign.kills import servers_killed
 from tests.support.object_server import PROGRAM, VARIABLES, object_server
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 def test_a_killed_server_loses_nothing_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(backoff, "LONGEST_SECONDS", 0.2)  # The server is back within a second.
+    monkeypatch.setattr(retries, "LONGEST_SECONDS", 0.2)  # The server is back within a second.
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     with object_server(tmp_path, keeps_data=True) as server:

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from holdfast.backends.stores.wrappers.backoff import wait_seconds
 from holdfast.backends.stores.wrappers.budget import RetryBudget
 from holdfast.backends.stores.wrappers.concurrency import ConcurrencyLimit
 from holdfast.backends.stores.wrappers.rate import SMALL_BYTES_MAX, RateLimit
@@ -20,9 +19,37 @@ from holdfast.settings import ObjectSettings
 
 T = TypeVar("T")
 
+FIRST_SECONDS = 0.2
+"""Bound of the first wait. Shorter than a person notices, longer than most hiccups of a server."""
+
+LONGEST_SECONDS = 10.0
+"""Bound of the later waits. Longer ones would waste much of the deadline once the store answers again."""
+
+_CHANCE_BYTES = 4
+
 _REQUESTS_PER_CALL = 4
 """Most requests that one call makes one after the other, as a move does. A call is abandoned after their time limits: a
 store that ends its requests itself has said by then what is wrong."""
+
+
+def chance(clock: Clock) -> float:
+    """Return a random number in [0, 1)."""
+    return float(int.from_bytes(clock.random_bytes(_CHANCE_BYTES)) / (1 << 8 * _CHANCE_BYTES))
+
+
+def wait_seconds(clock: Clock, failures: int, retry_after_seconds: float | None = None) -> float:
+    """Return the wait after so many failures in a row: random between nothing and a bound that doubles.
+
+    Random over the whole range, not around its end: thousands of ranks that failed together must not return together.
+
+    Args:
+        clock: Source of chance.
+        failures: Failures so far, at least one.
+        retry_after_seconds: The wait that the server asked for. It is kept, and the random wait is added to it.
+    """
+    # The exponent is bounded, since 2.0**1024 overflows.
+    bound = min(FIRST_SECONDS * 2.0 ** min(failures - 1, 16), LONGEST_SECONDS)
+    return max(retry_after_seconds or 0.0, 0.0) + chance(clock) * bound
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from holdfast.backends.stores.fsspec.abilities import Abilities, abilities
 from holdfast.backends.stores.fsspec.placing import Way
 from holdfast.backends.stores.fsspec.store import FileSystemStore
-from holdfast.backends.stores.wrappers import backoff
+from holdfast.backends.stores.wrappers import retries
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.backends.stores.wrappers.time_limits import TimeLimits
 from holdfast.base.ports.store import Store
@@ -145,7 +145,7 @@ fsspec.register_implementation("listings", ListingsFileSystem, clobber=True)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(backoff, "FIRST_SECONDS", 0.001)
+    monkeypatch.setattr(retries, "FIRST_SECONDS", 0.001)
     OddFileSystem.oddity, OddFileSystem.go_on = "", threading.Event()
     yield
     OddFileSystem.go_on.set()

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.backends.stores.wrappers.backoff import FIRST_SECONDS, LONGEST_SECONDS, wait_seconds
 from holdfast.backends.stores.wrappers.concurrency import AdaptiveWindow, ConcurrencyLimit
 from holdfast.backends.stores.wrappers.rate import SMALL_BYTES_MAX, RateLimit
+from holdfast.backends.stores.wrappers.retries import FIRST_SECONDS, LONGEST_SECONDS, wait_seconds
 from holdfast.backends.stores.wrappers.time_limits import TimeLimits
 from holdfast.backends.stores.wrappers.timed_calls import TimedCalls
 from holdfast.base.interrupts import GUARD

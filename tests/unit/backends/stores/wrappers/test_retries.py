@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.backends.stores.wrappers.backoff import LONGEST_SECONDS
 from holdfast.backends.stores.wrappers.budget import RetryBudget
 from holdfast.backends.stores.wrappers.concurrency import ConcurrencyLimit
 from holdfast.backends.stores.wrappers.rate import RateLimit
-from holdfast.backends.stores.wrappers.retries import Request, Retries, Tries
+from holdfast.backends.stores.wrappers.retries import LONGEST_SECONDS, Request, Retries, Tries
 from holdfast.base.ports.temporary import RetryCounts, TemporaryError
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import MIB, ObjectSettings
