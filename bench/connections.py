@@ -25,9 +25,9 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.ports.comm import KeyValueStore
 from holdfast.policies import AnyOf, EveryNSteps, OnRequest
 from holdfast.settings import Settings
-from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_schedule import Schedule
+from tests.doubles.comm import ThreadComm, run_ranks
 
 RANKS, STEPS = 4, 40
 ANNOUNCED_STEPS, STEP_SECONDS = 400, 0.01

@@ -14,10 +14,10 @@ from holdfast.base.types.plan import LoadPlan
 from holdfast.core.format.index.index import Index
 from holdfast.core.format.index.split_index import SplitIndex
 from holdfast.settings import Settings
-from holdfast.testing.comm import ThreadGroup
 from holdfast.training.loading.exchange import offer_of
 from holdfast.training.loading.messages import ChosenStep, RankStatus
 from holdfast.training.loading.statuses import _OFFERS_BYTES_MAX, gather_statuses, names_of
+from tests.doubles.comm import ThreadGroup
 
 _PARAM_GROUPS = "optimizer.param_groups."
 _LENGTH_BYTES = 8

@@ -21,7 +21,6 @@ from holdfast.core.plan.ownership import Owned, owned_by
 from holdfast.core.plan.packing import PackSizes, packs_of
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.training.coordination.agreement.details import encode_details, encode_difference
 from holdfast.training.coordination.agreement.records import Agreement, Details, Statement
 from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
@@ -29,6 +28,7 @@ from holdfast.training.coordination.agreement.sibling_meshes import encode_tenso
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_context import SaveContext
 from holdfast.training.saving.fingerprint import StateFingerprint
+from tests.doubles.comm import ThreadComm, ThreadGroup
 
 Coding = Callable[[Sequence[Shard], Sequence[Owned]], CodingChoice]
 """Chooses which pieces a rank codes, by its shards and what it owns of them."""

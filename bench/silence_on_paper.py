@@ -21,10 +21,10 @@ from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.errors import UnavailableError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.comm import ThreadGroup
 from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.fingerprint import StateFingerprint
+from tests.doubles.comm import ThreadGroup
 
 STEP = 1000
 _VERDICT = "/verdict"

@@ -1,4 +1,4 @@
-"""The shipped board and comm suites on every board and comm."""
+"""The suites of key-value stores and comms on every implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.backends.torch.key_value_store import TorchKeyValueStore
 from holdfast.base.ports.comm import Comm, KeyValueStore
 from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.errors import UnavailableError
-from holdfast.testing.comm import (
+from tests.doubles.comm import (
     CommSuite,
     KeyValueStoreSuite,
     ThreadComm,

@@ -21,8 +21,8 @@ from holdfast.offline.export.export import Export
 from holdfast.offline.export.request import ExportReport, ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
-from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.training.coordination.job import Job
+from tests.doubles.comm import ThreadComm, run_ranks
 from tests.support.tuning import tuned
 
 SMALL = tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=2 * PAGE_BYTES, windows_in_flight=2)

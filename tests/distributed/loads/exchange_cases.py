@@ -18,7 +18,7 @@ import holdfast
 from holdfast.backends.torch.comm import ProcessGroupComm
 from holdfast.base.ports.comm import Comm
 from holdfast.settings import Settings
-from holdfast.testing.comm import CommSuite
+from tests.doubles.comm import CommSuite
 from tests.support.gloo_worlds import World
 from tests.support.tuning import tuned
 

@@ -13,8 +13,8 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.sharded import Sharded
 from holdfast.errors import InvalidError
 from holdfast.settings import Settings
-from holdfast.testing.comm import ThreadComm, outcomes_of_ranks, run_ranks
 from holdfast.training.coordination.job import Job
+from tests.doubles.comm import ThreadComm, outcomes_of_ranks, run_ranks
 from tests.support.tuning import tuned
 
 SMALL = tuned(Settings(chunk_bytes=4096, commit_timeout_seconds=20.0), window_bytes=8192, windows_in_flight=2)

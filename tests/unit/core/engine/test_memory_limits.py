@@ -10,8 +10,8 @@ from holdfast.base.clock import SystemClock
 from holdfast.core.engine import memory_limits
 from holdfast.core.engine.memory_limits import MemoryShare, memory_domains, memory_statement
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.training.coordination.job import Job
+from tests.doubles.comm import ThreadComm, outcomes_of_ranks
 from tests.support.tuning import tuned
 
 V1_MOUNT = "/sys/fs/cgroup/memory"

@@ -27,7 +27,7 @@ from holdfast.core.plan.exchange import description_of, job_exchange
 from holdfast.core.plan.reads import load_plan
 from holdfast.errors import CorruptError
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
+from tests.doubles.comm import ThreadComm, outcomes_of_ranks
 from tests.support.coded_states import ATTEMPT, CHUNK, CodedPieces, stored_training
 from tests.support.tuning import tuned
 

@@ -13,9 +13,9 @@ from holdfast.core.format.step_name import StepName, require_tag_name, step_name
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.policies import BestN
 from holdfast.stored.repository.quarantine import identity_at, quarantine
-from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.runs.tags import tag_step
+from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from tests.unit.ranks import World, fresh_store, plain, run_of
 
 NAN = math.nan

@@ -27,10 +27,10 @@ from holdfast.policies import LatestN, Policies
 from holdfast.settings import KIB, MIB, Settings
 from holdfast.stored.repository.epochs import RELEASED, read_heartbeat
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
+from tests.doubles.comm import ThreadComm, ThreadGroup
 from tests.support.tuning import tuned
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
@@ -454,7 +454,7 @@ def test_a_signal_is_heard_while_training_waits_for_the_other_ranks() -> None:
 import signal, sys, tempfile, threading, time, torch, torch.distributed as dist, holdfast, os
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 from holdfast._face.checkpoint_manager import CheckpointManager
-from holdfast.testing.comm import ThreadComm, ThreadGroup
+from tests.doubles.comm import ThreadComm, ThreadGroup
 from holdfast.backends.torch.key_value_store import TorchKeyValueStore
 from holdfast.training.coordination.job import Job
 from holdfast.base.clock import SystemClock

@@ -1,7 +1,5 @@
 """Ranks as threads of one process, and the suites that every key-value store and comm must pass."""
 
-# ruff: noqa: D102 -- the name of a test is its sentence.
-
 from __future__ import annotations
 
 import threading
@@ -164,7 +162,7 @@ def outcomes_of_ranks(
         comm = ThreadComm(shared, rank, view_of(rank, shared.key_value_store))
         try:
             outcomes[rank] = function(comm)
-        except BaseException as error:  # noqa: BLE001 - the caller gets it
+        except BaseException as error:
             error.add_note(f"on rank {rank}")
             outcomes[rank] = error
             shared.rank_died()
