@@ -23,7 +23,7 @@ from holdfast.errors import ConflictError, InvalidError, MissingError, Unavailab
 from holdfast.offline.export.object_place import ObjectPlace
 from holdfast.offline.export.request import ExportRequest
 from holdfast.settings import KIB, MIB, Settings
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from tests.doubles.faults import Faults, FaultyStore, raise_error
 from tests.export.sources import SMALL, noise
 from tests.export.test_publishing import contents
 from tests.support.object_server import ObjectServer

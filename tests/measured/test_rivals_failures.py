@@ -26,7 +26,7 @@ from holdfast.core.format.index.index_file import encode_index
 from holdfast.core.format.values import values
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, FaultySyscalls, raise_error
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, FaultySyscalls, raise_error
 from tests.support.crashed_run import (
     MANIFEST,
     NEW,

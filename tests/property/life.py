@@ -28,9 +28,9 @@ from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import exists, manifest_in, read_manifest_bytes
 from holdfast.stored.repository.epochs import newest_epoch, put_epoch, read_epoch
 from holdfast.stored.repository.publish import packs_named_by
-from holdfast.testing.faults import Action, Faults
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
+from tests.doubles.faults import Action, Faults
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned
 
 SETTINGS = tuned(

@@ -21,9 +21,9 @@ from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.geometry.tensor import MeshLayout, Role
 from holdfast.base.ports.readable import Buffers, OnBytes
 from holdfast.settings import Settings
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.property.held import LocalShards, any_held, meshes
 from tests.support.tuning import tuned
 

@@ -20,8 +20,8 @@ from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.framework import GlobalTensor
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks
+from tests.doubles.framework import GlobalTensor
 from tests.property.held import meshes
 from tests.property.states import Tensor, empty, fresh_store, run_of, state_on, tensors
 from tests.property.test_any_mesh_to_any_mesh import elements_of

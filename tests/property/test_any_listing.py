@@ -32,8 +32,8 @@ from holdfast.offline.imports.import_step import import_step
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.property.held import flat_runs, guillotine
 from tests.support.tuning import tuned
 

@@ -22,8 +22,8 @@ from holdfast.core.format.names import rank_of_pack, step_folder
 from holdfast.core.plan.reads import load_plan
 from holdfast.settings import Settings
 from holdfast.stored.repository.catalog import read_index, read_manifest
-from holdfast.testing.framework import GlobalTensor
 from tests.doubles.comm import ThreadComm, run_ranks
+from tests.doubles.framework import GlobalTensor
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, jobs, run_of, state_on
 
 STEP = 7

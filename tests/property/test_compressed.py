@@ -23,8 +23,8 @@ from holdfast.core.format.names import is_coded_pack_name, step_folder
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import read_index, read_manifest
-from holdfast.testing.framework import GlobalTensor
 from tests.doubles.comm import ThreadComm, run_ranks
+from tests.doubles.framework import GlobalTensor
 from tests.property.held import LocalShards, any_held, meshes
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, run_of, state_on, tensors
 from tests.property.test_any_mesh_to_any_mesh import require_filled_within

@@ -14,7 +14,7 @@ from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.support.tuning import tuned
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.backends.stores.wrappers.network import NetworkStore, drawn

@@ -28,9 +28,9 @@ from holdfast.policies import LatestN
 from holdfast.settings import Differential
 from holdfast.stored.repository.epochs import RELEASED, newest_epoch, put_heartbeat
 from holdfast.stored.repository.logs import BASES_KEPT, records_in, segments_of
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.runs.removal.garbage_collection import collected
 from holdfast.training.runs.removal.named_steps import StepRemoval
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.property.life import CHOICES, CLOCK, MISHAPS, NO_MISHAP, Mishap, Switch, bury
 from tests.property.logged_run_model import Boundary, LoggedRunModel
 from tests.unit.training.redo_log.test_lives import Training

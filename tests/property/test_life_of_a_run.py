@@ -32,9 +32,9 @@ from holdfast.stored.checkpoint.location import none_allowed
 from holdfast.stored.repository.catalog import exists
 from holdfast.stored.repository.epochs import RELEASED, newest_epoch, put_heartbeat
 from holdfast.stored.repository.tags import read_tags
-from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyStore, FaultySyscalls, fail_with, raise_error
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC, CollectReport, collected
 from holdfast.training.runs.removal.named_steps import StepRemoval
+from tests.doubles.faults import Action, FaultPoint, Faults, FaultyStore, FaultySyscalls, fail_with, raise_error
 from tests.property.life import (
     CHANGES,
     CHOICES,

@@ -14,7 +14,7 @@ from holdfast.backends.stores.objects.store import ObjectStore
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.base.ports.store import Store
 from holdfast.errors import UnavailableError
-from holdfast.testing.faults import FaultyStore, raise_error
+from tests.doubles.faults import FaultyStore, raise_error
 from tests.property.life import SETTINGS
 from tests.property.test_life_of_a_run import LifeOfARun
 from tests.support.object_server import ObjectServer

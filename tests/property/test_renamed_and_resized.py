@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.geometry.box import Box
 from holdfast.base.types.reports import LoadReport, PartlyFilled
-from holdfast.testing.framework import GlobalTensor
 from tests.doubles.comm import ThreadComm, run_ranks
+from tests.doubles.framework import GlobalTensor
 from tests.property.held import LocalShards, any_held
 from tests.property.states import RANKS, SETTINGS, Tensor, empty, examples, fresh_store, run_of, state_on, tensors
 

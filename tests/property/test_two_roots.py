@@ -30,14 +30,14 @@ from holdfast.stored.repository.removal import mark_keys
 from holdfast.stored.repository.tags import read_tags, remove_tag
 from holdfast.stored.repository.timelines import committed_steps
 from holdfast.stored.repository.two_roots import TwoRoots
-from holdfast.testing.faults import FaultyStore
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC, collected
 from holdfast.training.runs.removal.named_steps import StepRemoval
 from holdfast.training.runs.tags import tag_step
 from holdfast.training.runs.tiers.near import NearPlace
 from holdfast.training.runs.tiers.offline_drain import NearDrain
+from tests.doubles.faults import FaultyStore
+from tests.doubles.framework import NumpyFramework
 from tests.property.life import (
     CHANGES,
     CHOICES,

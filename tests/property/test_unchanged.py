@@ -17,8 +17,8 @@ from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.publish import packs_named_by
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.framework import GlobalTensor
 from tests.doubles.comm import ThreadComm, run_ranks
+from tests.doubles.framework import GlobalTensor
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, jobs, run_of, state_on
 from tests.support.tuning import tuned
 

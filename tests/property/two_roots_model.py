@@ -27,7 +27,7 @@ from holdfast.stored.repository.publish import get_or_none
 from holdfast.stored.repository.quarantine import quarantined
 from holdfast.stored.repository.tags import read_tags
 from holdfast.stored.repository.two_roots import TwoRoots
-from holdfast.testing.faults import Faults, raise_error
+from tests.doubles.faults import Faults, raise_error
 from tests.property.life import (
     SIZES,
     Content,

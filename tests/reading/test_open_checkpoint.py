@@ -23,7 +23,7 @@ from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.faults import Faults, FaultyStore
+from tests.doubles.faults import Faults, FaultyStore
 from tests.support.tuning import tuned
 
 SMALL_CHUNKS = tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=PAGE_BYTES)

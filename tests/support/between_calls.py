@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from holdfast.base.ports.forwarding import ForwardingStore
 from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 
 CALLS_MAX = 200
 """More calls than any operation makes that is tried so."""

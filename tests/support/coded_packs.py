@@ -25,7 +25,7 @@ from holdfast.core.engine.writing.write import PackWriter, WrittenPack
 from holdfast.core.format.digest import digest_of
 from holdfast.core.format.pack import coded_header_body, stated_pieces
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.chunk_decoder import raw_chunk
 from tests.support.tuning import tuned
 

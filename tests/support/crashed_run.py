@@ -31,9 +31,9 @@ from holdfast.base.clock import Clock, SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.core.format.names import link_name
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.testing.faults import Faults, FaultyKeyValueStore, FaultySyscalls
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
+from tests.doubles.faults import Faults, FaultyKeyValueStore, FaultySyscalls
 from tests.property.life import Switch
 from tests.support.resumed_run import goes_on
 from tests.support.tuning import tuned

@@ -18,9 +18,9 @@ from holdfast.base.ports.comm import Comm, KeyValueStore
 from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError
 from holdfast.settings import Settings
-from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyKeyValueStore, FaultyStore
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
+from tests.doubles.faults import Action, FaultPoint, Faults, FaultyKeyValueStore, FaultyStore
 from tests.support.resumed_run import goes_on
 from tests.support.tuning import tuned
 

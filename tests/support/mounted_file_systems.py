@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.testing.faults import FaultPoint, Faults
+from tests.doubles.faults import FaultPoint, Faults
 
 _SHUTDOWN = 0x8004587D
 """FS_IOC_SHUTDOWN of ext4 and XFS."""

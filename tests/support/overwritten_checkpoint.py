@@ -16,10 +16,10 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import SaveReport
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.save import save_and_wait
 from holdfast.training.saving.target import Collect, SaveTarget, path_save
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned
 
 HASTY = tuned(

@@ -22,9 +22,9 @@ from holdfast.core.format.names import step_folder
 from holdfast.settings import Settings
 from holdfast.stored.repository.catalog import read_index, read_manifest
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned
 
 PATIENT = tuned(Settings(chunk_bytes=4096, commit_timeout_seconds=20.0), window_bytes=8192, windows_in_flight=2)

@@ -29,8 +29,8 @@ from holdfast.core.engine import background
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.integrations import host
 from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.training.saving import attempt, target
+from tests.doubles.faults import Faults, FaultyStore, raise_error
 from tests.support.tuning import tuned
 
 Given = tuple[Sequence[TensorPiece], Mapping[str, object]]

@@ -1,6 +1,6 @@
-"""The suites that every implementation of a port must pass, and wrappers that inject faults.
+"""The suites that every store and every codec must pass, a store that records calls, and a proxy that injects faults.
 
-The author of a store or codec subclasses the suite in their own tests. Read `store.py` first, then `faults.py`;
-`calls.py` counts what a store is asked.
-No module outside this room imports it.
+The author of a store or codec subclasses the suite in tests of the author's own. Read `store.py` first. `calls.py`
+counts the calls of a store, and `fault_proxy.py` stands between a client and a real server.
+No module outside this room imports this room.
 """

@@ -1,6 +1,6 @@
 """The calls that a store gets: which, when, from which thread, and with a delay, as of a network.
 
-A wrapper records each call of the port. Parts of an upload are not recorded: only that it began.
+A wrapper records each call of the port. Parts of an upload are not recorded, the beginning of an upload is.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class StoreCall:
     """Method of the port."""
 
     subject: str
-    """Its key or prefix; several keys are joined by ','."""
+    """Key or prefix; several keys are joined by ','."""
 
     thread: str
-    """Name of the thread that made it."""
+    """Name of the calling thread."""
 
     began_seconds: float
-    """When it began, since the store was wrapped."""
+    """When the call began, since the store was wrapped."""
 
     seconds: float
-    """How long it took, the delay included."""
+    """How long the call took, the delay included."""
 
     @property
     def ended_seconds(self) -> float:
-        """When it ended, since the store was wrapped."""
+        """When the call ended, since the store was wrapped."""
         return self.began_seconds + self.seconds
 
     def __str__(self) -> str:

@@ -36,22 +36,22 @@ class Chunk:
     """What is coded."""
 
     kind: str
-    """Names its content in a message."""
+    """Names the content in a message."""
     dtype: str
-    """The type of its elements."""
+    """The type of the elements."""
     base_dtype: str
-    """The type of its base; empty without one."""
+    """The type of the base; empty without a base."""
     raw: bytes
-    """Its bytes."""
+    """The bytes of the chunk."""
     base: bytes | None
-    """The bytes of its base."""
+    """The bytes of the base."""
 
     def parts(self, coder: Coder) -> Sequence[StoredPart] | None:
-        """Return its stored form in parts."""
+        """Return the stored form in parts."""
         return coder.encode(memoryview(self.raw), None if self.base is None else memoryview(self.base))
 
     def encoded(self, coder: Coder) -> bytes | None:
-        """Return its stored form."""
+        """Return the stored form."""
         form = self.parts(coder)
         return None if form is None else joined_parts(form)
 
@@ -143,7 +143,7 @@ def chunk_of(kind: str, dtype: str, base_dtype: str, total: int, seed: int) -> C
 
     Args:
         kind: A key of the table above.
-        dtype, base_dtype: The types of its elements and of its base.
+        dtype, base_dtype: The types of the elements and of the base.
         total: Its bytes: whole elements.
         seed: Of the numbers drawn.
     """

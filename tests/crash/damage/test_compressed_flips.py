@@ -22,8 +22,8 @@ from holdfast.core.format.names import step_folder
 from holdfast.errors import CorruptError
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.framework import GlobalTensor
 from tests.doubles.comm import ThreadComm, run_ranks
+from tests.doubles.framework import GlobalTensor
 from tests.property.states import SETTINGS, fresh_store, run_of
 from tests.support.coded_states import training_values
 from tests.support.tuning import tuned

@@ -9,9 +9,9 @@ import pytest
 
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.runs.listing import run_record
 from tests.crash.damage.damages import DAMAGES, damage_a_chunk, flip, manifest_of
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.support.crashed_run import (
     NEW,
     NEXT,

@@ -22,12 +22,12 @@ from holdfast.core.format.names import manifest_key
 from holdfast.core.format.sealed_json import sealed
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.stored.repository.quarantine import identity_at, quarantine
-from holdfast.testing.faults import FaultPoint, Faults
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading import step_choice as resume
 from holdfast.training.loading.resume_order import ResumeOrder
 from tests.crash.damage.damages import damage_a_chunk, flip
 from tests.doubles.comm import ThreadComm, ThreadGroup
+from tests.doubles.faults import FaultPoint, Faults
 from tests.support.crashed_run import (
     NEW,
     NEXT,

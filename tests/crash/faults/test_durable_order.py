@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.testing.faults import Faults
+from tests.doubles.faults import Faults
 from tests.support.crashed_run import NEW, OLD, committed_at, local_store, run_at, training_state
 
 

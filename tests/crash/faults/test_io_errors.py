@@ -16,7 +16,7 @@ import holdfast
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.settings import Settings
-from holdfast.testing.faults import FaultPoint, Faults, fail_with
+from tests.doubles.faults import FaultPoint, Faults, fail_with
 from tests.support.crashed_run import (
     COMPRESSED,
     LAZY,

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.testing.faults import Faults, kill_process, raise_error
 from tests.crash.kills.judging import Fate, Judged
+from tests.doubles.faults import Faults, kill_process, raise_error
 from tests.support.crashed_run import Ending, copy_with_links, in_child, paths_under
 
 CHANGES = {

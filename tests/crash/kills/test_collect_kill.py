@@ -17,10 +17,10 @@ from holdfast.errors import CheckpointError
 from holdfast.policies import LatestN
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.repository.catalog import read_run_id
-from holdfast.testing.faults import Faults, FaultyStore, fail_with
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.crash.kills.judging import Judged
 from tests.crash.kills.sweeping import fates_of_kills, judge_after_errors
+from tests.doubles.faults import Faults, FaultyStore, fail_with
 from tests.support.crashed_run import committed_at, copy_with_links, local_store, paths_under, require_whole, run_at
 from tests.support.mounted_file_systems import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 

@@ -14,10 +14,10 @@ from holdfast.api import list_steps
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.stored.repository.catalog import read_run_id
-from holdfast.testing.faults import Faults, FaultyStore
 from holdfast.training.runs.removal.chosen_steps import ChosenNames
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.crash.kills.sweeping import fates_of_kills, judge_after_errors
+from tests.doubles.faults import Faults, FaultyStore
 from tests.support.crashed_run import (
     committed_at,
     expected_fingerprint,

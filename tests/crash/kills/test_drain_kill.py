@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.stored.publishing.outcome import OutcomeKind
-from holdfast.testing.faults import Faults
 from tests.crash.kills.sweeping import fates_of_kills
+from tests.doubles.faults import Faults
 from tests.support.crashed_run import Ending, local_store
 from tests.unit.stored.copying.drained_run import drain_of, join, near_at, require_same, steps_in
 

@@ -14,8 +14,8 @@ import pytest
 from holdfast.base.clock import SystemClock
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.epochs import current_fence, newest_epoch
-from holdfast.testing.faults import Faults, kill_process
 from tests.crash.kills.judging import Judged
+from tests.doubles.faults import Faults, kill_process
 from tests.support.crashed_run import (
     NEW,
     NEXT,

@@ -18,10 +18,10 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError
 from holdfast.offline.imports.import_step import import_step
-from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from holdfast.training.coordination.job import Job
 from tests.crash.kills.judging import Judged
 from tests.crash.kills.sweeping import swept_by
+from tests.doubles.faults import Faults, FaultyStore, kill_process
 from tests.support.crashed_run import (
     NEW,
     OLD,

@@ -13,9 +13,9 @@ import torch
 from holdfast.backends.stores.local import LocalStore
 from holdfast.errors import ConflictError
 from holdfast.settings import Settings
-from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.kills.judging import Judged
 from tests.crash.kills.sweeping import swept_by
+from tests.doubles.faults import Faults, FaultyStore, kill_process
 from tests.property.life import Switch
 from tests.support.crashed_run import (
     COMPRESSED,

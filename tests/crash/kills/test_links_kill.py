@@ -12,7 +12,7 @@ from holdfast.base.clock import SystemClock
 from holdfast.offline.copying.copy_run import RunCopy
 from holdfast.offline.repair.repair import Repair
 from holdfast.stored.checkpoint.location import none_allowed
-from holdfast.testing.faults import Faults, FaultyStore, kill_process
+from tests.doubles.faults import Faults, FaultyStore, kill_process
 from tests.support.crashed_run import NEW, OLD, SETTINGS, committed_at, in_child, local_store, require_whole, step_path
 
 pytestmark = [

@@ -18,14 +18,14 @@ import torch
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import load_checkpoint
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.step_choice import StepChoice
 from holdfast.training.saving.save import begin_save
 from tests.crash.kills.sweeping import fates_of_kills
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import NumpyFramework
 from tests.support.crashed_run import (
     Ending,
     FaultyComm,

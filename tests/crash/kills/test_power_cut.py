@@ -14,9 +14,9 @@ import pytest
 
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
-from holdfast.testing.faults import Faults, FaultySyscalls
 from tests.crash.kills.judging import Judged
 from tests.crash.kills.sweeping import swept_by
+from tests.doubles.faults import Faults, FaultySyscalls
 from tests.property.life import Switch
 from tests.support.crashed_run import (
     NEW,

@@ -17,10 +17,10 @@ from holdfast._face import wiring
 from holdfast.base.clock import SystemClock
 from holdfast.errors import MissingError
 from holdfast.stored.repository.tags import read_tags
-from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process
 from holdfast.training.runs.tags import tag_step
 from tests.crash.kills.judging import Judged
 from tests.crash.kills.sweeping import fates_of_kills
+from tests.doubles.faults import Faults, FaultyStore, fail_with, kill_process
 from tests.support.crashed_run import (
     SETTINGS,
     copy_with_links,

@@ -14,12 +14,12 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.clock import SystemClock
 from holdfast.offline.repair.repair import Repair
 from holdfast.stored.checkpoint.location import none_allowed
-from holdfast.testing.faults import Faults, kill_process
 from tests.crash.damage.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
 from tests.crash.damage.test_repair import SPLIT
 from tests.crash.damage.test_resume import resumed
 from tests.crash.kills.judging import Judged
 from tests.crash.kills.sweeping import CHANGES
+from tests.doubles.faults import Faults, kill_process
 from tests.support.crashed_run import (
     NEW,
     OLD,

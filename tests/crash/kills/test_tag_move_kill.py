@@ -14,9 +14,9 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.stored.repository.tags import read_tags
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.training.runs.tags import tag_step
 from tests.crash.kills.sweeping import fates_of_kills
+from tests.doubles.faults import Faults, FaultyStore, raise_error
 from tests.support.crashed_run import NEW, OLD, committed_at, local_store, run_at, training_state
 from tests.support.mounted_file_systems import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 

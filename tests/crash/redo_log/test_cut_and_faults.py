@@ -15,8 +15,8 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.core.engine.writing.write import PackWriter
 from holdfast.stored.repository.logs import read_records
-from holdfast.testing.faults import Faults, FaultySyscalls
 from holdfast.training.redo_log.segments import write_segment
+from tests.doubles.faults import Faults, FaultySyscalls
 from tests.support.crashed_run import SETTINGS
 from tests.support.mounted_file_systems import (
     FILE_SYSTEMS,

@@ -17,7 +17,7 @@ import torch
 from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.settings import Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
 from tests.support.redo_log.logged_runs import Loader, Logged, logged, memory_store
 from tests.unit.training.redo_log.test_lives import Training
 

@@ -24,9 +24,9 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned
 
 SETTINGS = tuned(Settings(chunk_bytes=PAGE_BYTES, commit_timeout_seconds=60.0), window_bytes=2 * PAGE_BYTES)

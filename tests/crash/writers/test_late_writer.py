@@ -33,11 +33,11 @@ from holdfast.stored.repository.epochs import (
     read_epoch,
 )
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.crash.writers.epoch_processes import Writer, writers
 from tests.crash.writers.epoch_worker import state_of as writer_state
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import NumpyFramework
 
 FIRST, LATE, NEXT = 10, 20, 30
 LEASE_SECONDS = 1.0

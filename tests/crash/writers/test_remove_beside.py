@@ -17,11 +17,11 @@ from holdfast.errors import CheckpointError, ConflictError, MissingError
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.leases.reader import ReaderLease
 from holdfast.stored.repository.tags import read_tags
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.resolve import location_named
 from holdfast.training.runs.removal.named_steps import RemovedSteps, StepRemoval
 from holdfast.training.runs.tags import tag_step
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.support.crashed_run import committed_at, local_store, require_whole, run_at, training_state
 
 pytestmark = [

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from holdfast.base.clock import SystemClock
 from holdfast.errors import UnavailableError
-from holdfast.testing.faults import FaultPoint, Faults
 from tests.distributed.failures.fault_cases import connections_to
+from tests.doubles.faults import FaultPoint, Faults
 
 _Result = TypeVar("_Result")
 

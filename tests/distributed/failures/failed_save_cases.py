@@ -25,10 +25,10 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.errors import CheckpointError
 from holdfast.settings import Settings
-from holdfast.testing.faults import FaultPoint, FaultyStore, FaultySyscalls
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
 from tests.distributed.failures.drawn_faults import DrawnFault, RankFaults, draw
+from tests.doubles.faults import FaultPoint, FaultyStore, FaultySyscalls
 from tests.support.faulty_run import BoardedComm
 from tests.support.forked_processes import write_whole
 from tests.support.gloo_worlds import World

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast
 from holdfast.errors import UnavailableError
-from holdfast.testing.faults import FaultPoint, kill_process, raise_error
+from tests.doubles.faults import FaultPoint, kill_process, raise_error
 from tests.support.faulty_run import (
     PATIENT,
     SETTINGS,

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import holdfast
 from holdfast._face import wiring
 from holdfast.integrations import dcp
-from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.distributed.foreign.dcp_cases import even
+from tests.doubles.faults import Faults, FaultyStore, kill_process
 from tests.support.gloo_worlds import World
 from tests.support.small_networks import adamw, digests, plain, sharded, train
 

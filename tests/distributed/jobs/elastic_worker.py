@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.backends.torch.key_value_store import TorchKeyValueStore
-from holdfast.testing.faults import FaultPoint
+from tests.doubles.faults import FaultPoint
 from tests.support.faulty_run import SETTINGS, Trigger, run_with, state_of
 from tests.support.forked_processes import write_whole
 

@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast.errors import UnavailableError
-from holdfast.testing.faults import raise_error
+from tests.doubles.faults import raise_error
 from tests.support.faulty_run import Trigger, run_with, save, state_of
 from tests.support.forked_processes import REPOSITORY, environment
 
@@ -28,7 +28,7 @@ print("the end")
 FAILS_UNSEEN = """
 import logging, sys
 from holdfast.errors import UnavailableError
-from holdfast.testing.faults import raise_error
+from tests.doubles.faults import raise_error
 from tests.support.faulty_run import Trigger, run_with, save
 logging.basicConfig(format="%(levelname)s %(name)s %(message)s")
 trigger = Trigger(raise_error(UnavailableError), ["put_if_absent"], "/parts/", armed=True)

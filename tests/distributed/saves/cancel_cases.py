@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from holdfast.core.format.names import step_folder
 from holdfast.errors import ConflictError
-from holdfast.testing.faults import FaultPoint
 from tests.distributed.matrix.layouts import KINDS
 from tests.distributed.saves.lazy_cases import gated_run
+from tests.doubles.faults import FaultPoint
 from tests.support.faulty_run import PATIENT, Trigger, run_with, save
 from tests.support.gloo_worlds import World
 

@@ -12,8 +12,8 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.torch.fence import close_fence
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError
-from holdfast.testing.faults import FaultPoint
 from tests.distributed.matrix.layouts import KINDS, Built
+from tests.doubles.faults import FaultPoint
 from tests.support.faulty_run import PATIENT, Trigger, run_with
 from tests.support.gloo_worlds import World
 from tests.support.tuning import tuned

@@ -11,7 +11,7 @@ import torch
 import holdfast
 from holdfast._face import wiring
 from holdfast.settings import Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.support.forked_processes import write_whole
 
 SETTINGS = Settings(lease_seconds=5.0)

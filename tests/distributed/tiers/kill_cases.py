@@ -16,7 +16,7 @@ import holdfast
 from holdfast._face import wiring
 from holdfast.errors import CheckpointError
 from holdfast.settings import Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.support.forked_processes import write_whole
 from tests.support.gloo_worlds import World
 

@@ -34,7 +34,7 @@ from holdfast._face.pieces import staging
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
 from holdfast.integrations import dcp
 from holdfast.integrations.host import mark_of
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from tests.doubles.faults import Faults, FaultyStore, raise_error
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),

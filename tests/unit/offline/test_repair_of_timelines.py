@@ -14,7 +14,7 @@ from holdfast.offline.repair.repair import Repair
 from holdfast.stored.checkpoint.location import none_allowed
 from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.quarantine import identity_at, list_records, quarantine
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.support.newer_format import write_newer
 from tests.unit.training.runs.test_going_back import (
     SETTINGS,

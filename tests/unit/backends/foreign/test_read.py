@@ -13,7 +13,7 @@ from holdfast.backends.foreign.read import read_ranges
 from holdfast.backends.stores.foreign import ForeignFiles
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.errors import CorruptError, UnavailableError
-from holdfast.testing.faults import Faults, FaultySyscalls, fail_with
+from tests.doubles.faults import Faults, FaultySyscalls, fail_with
 
 DATA = random.Random(0).randbytes(30_000)
 

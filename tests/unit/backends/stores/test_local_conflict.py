@@ -13,7 +13,7 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.errors import ConflictError, MissingError
 from holdfast.settings import Settings
-from holdfast.testing.faults import Faults, FaultySyscalls, fail_with
+from tests.doubles.faults import Faults, FaultySyscalls, fail_with
 
 CLAIM = "it/overwriting/claim.json"
 KEPT = "it/manifest.json"

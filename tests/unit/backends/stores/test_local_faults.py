@@ -18,8 +18,8 @@ from holdfast.base.ports.ranges import read_range
 from holdfast.base.ports.store import Upload
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.testing.faults import Faults, FaultySyscalls, fail_with, kill_process
 from holdfast.testing.store import aligned_buffer
+from tests.doubles.faults import Faults, FaultySyscalls, fail_with, kill_process
 
 ERRORS: dict[int, type[CheckpointError]] = {
     errno.ENOSPC: UnavailableError,

@@ -18,8 +18,8 @@ from holdfast.base.clock import SystemClock
 from holdfast.errors import CheckpointError, MissingError, UnavailableError
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.framework import GlobalTensor
 from holdfast.testing.store import fill, keys
+from tests.doubles.framework import GlobalTensor
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.ranks import World, plain, saved, sharded
 

@@ -27,9 +27,9 @@ from holdfast.backends.torch.tensors import TorchSource
 from holdfast.backends.torch.tickets import Unsure
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.testing.faults import FaultPoint
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.transfer import Transfer
+from tests.doubles.faults import FaultPoint
 from tests.support.faulty_run import PATIENT, Trigger, run_with
 
 WINDOW = PATIENT._tuning.window_bytes

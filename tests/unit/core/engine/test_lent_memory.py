@@ -19,7 +19,7 @@ from holdfast.core.engine.staging import Staging
 from holdfast.core.engine.writing.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.settings import PAGE_BYTES
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from tests.doubles.faults import Faults, FaultyStore, raise_error
 from tests.support.tuning import tuned
 from tests.unit.core.engine.test_write_and_read import (
     KEY,

@@ -20,7 +20,7 @@ from holdfast.core.format.pack import header_of
 from holdfast.core.plan.ownership import Owned
 from holdfast.core.plan.packing import packs_of
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned
 
 FLOATING = [name for name, dtype in DTYPES.items() if dtype.floating and name != PAIRS]

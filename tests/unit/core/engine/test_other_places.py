@@ -25,7 +25,7 @@ from holdfast.core.engine.target import HostTarget
 from holdfast.core.plan.reads import load_plan
 from holdfast.errors import CheckpointError, CorruptError, UnavailableError
 from holdfast.settings import MIB, Settings
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from tests.doubles.faults import Faults, FaultyStore, raise_error
 from tests.support.coded_states import ATTEMPT, CHUNK, CodedPieces, stored_training, training_values
 from tests.support.tuning import tuned
 

@@ -42,8 +42,8 @@ from holdfast.core.plan.packing import packs_of
 from holdfast.core.plan.reads import load_plan
 from holdfast.errors import CorruptError, MissingError, UnavailableError
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned
 
 KEY = "0123456789abcdef/r00000.safetensors"

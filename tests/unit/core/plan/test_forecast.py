@@ -26,9 +26,9 @@ from holdfast.errors import InvalidError, MissingError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, run_ranks
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned
 
 CHUNK = 64

@@ -20,9 +20,9 @@ from holdfast.offline.imports.copy import saved_again
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, run_ranks
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.chunk_decoder import stored_pieces, stored_tensors
 from tests.support.coded_states import rounded_to_bfloat16
 from tests.support.tuning import tuned

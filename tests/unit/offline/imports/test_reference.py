@@ -19,9 +19,9 @@ from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.errors import InvalidError
 from holdfast.offline.imports.import_step import import_step
 from holdfast.settings import Settings
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.unit.ranks import PATIENT, fresh_store
 
 RANKS = 3

@@ -23,7 +23,7 @@ from holdfast.errors import CorruptError, UnavailableError
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stored.copying import file_copies, step_drain
 from holdfast.stored.publishing.outcome import OutcomeKind
-from holdfast.testing.faults import Faults, FaultyStore
+from tests.doubles.faults import Faults, FaultyStore
 from tests.everyday.frozen_run import made_at
 from tests.support.object_server import ObjectServer
 from tests.unit.stored.copying.drained_run import drain_of, flip, join, near_at, require_same

@@ -23,7 +23,7 @@ from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.epochs import put_accepted, put_epoch, read_epoch
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.testing.calls import RecordingStore
-from holdfast.testing.faults import Faults, FaultyStore, raise_error, stall_until
+from tests.doubles.faults import Faults, FaultyStore, raise_error, stall_until
 from tests.support.crashed_run import COMPRESSED, run_at, training_state
 from tests.support.object_server import ObjectServer
 from tests.unit.stored.copying.drained_run import (

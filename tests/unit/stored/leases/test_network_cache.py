@@ -28,8 +28,8 @@ from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.stored.repository.epochs import put_epoch, require_newest
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
+from tests.doubles.framework import NumpyFramework
 from tests.unit.ranks import PATIENT, plain
 
 CLOCK = SystemClock()

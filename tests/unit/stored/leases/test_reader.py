@@ -20,9 +20,9 @@ from holdfast.stored.repository.epochs import current_fence, newest_epoch
 from holdfast.stored.repository.interrupted_removal import finish_removals
 from holdfast.stored.repository.reader_leases import leases
 from holdfast.stored.repository.timelines import displace, run_timelines
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.training.loading.named_step import find_named, location_of
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
 from tests.unit.ranks import fresh_store, plain, run_of
 
 

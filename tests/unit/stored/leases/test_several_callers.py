@@ -25,10 +25,10 @@ from holdfast.stored.leases.path_claim import release_path_claim, take_path_clai
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.epochs import newest_epoch, put_epoch, put_heartbeat
 from holdfast.stored.repository.overwriting import claim_of, put_claim, read_claim
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.save import save_and_wait
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import NumpyFramework
 from tests.support.between_calls import every_gap
 from tests.support.overwritten_checkpoint import HASTY, job_of, number_at, request, state_of
 from tests.unit.ranks import fresh_store

@@ -44,8 +44,8 @@ from holdfast.stored.repository.epochs import (
     require_newest,
 )
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyStore, raise_error, stall_until
 from holdfast.training.coordination.job import Job
+from tests.doubles.faults import Action, FaultPoint, Faults, FaultyStore, raise_error, stall_until
 
 LEASE = 0.3
 LONG = 60.0

@@ -32,7 +32,7 @@ from holdfast.stored.repository.epochs import (
     require_newest,
 )
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from tests.doubles.faults import Faults, FaultyStore, raise_error
 
 HOLDER = Holder("node-7", "boot", "pid:[1] time:[2]", 4711, 99, "2026-01-01T00:00:00+00:00", "ab" * 16, 10.0)
 

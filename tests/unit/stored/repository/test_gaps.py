@@ -36,7 +36,7 @@ from holdfast.stored.repository.quarantine import identity_at, quarantine, super
 from holdfast.stored.repository.removal import mark_key
 from holdfast.stored.repository.tags import put_tag, read_tags, remove_tag, remove_tag_of_step
 from holdfast.stored.repository.timelines import displace
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.support.between_calls import Gap, StoreWithoutLinks, every_gap
 from tests.unit.ranks import World, fresh_store, plain, saved
 

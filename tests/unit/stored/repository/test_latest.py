@@ -20,9 +20,9 @@ from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.repository import removal
 from holdfast.stored.repository.catalog import exists, read_run_id
 from holdfast.stored.repository.latest import name_latest
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.runs.listing import run_record
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.unit.ranks import PATIENT, World, plain, saved
 
 

@@ -10,8 +10,8 @@ from holdfast.errors import CheckpointError, ConflictError, CorruptError, Invali
 from holdfast.stored.repository.removal import mark_key, mark_keys, remove_marks
 from holdfast.stored.repository.tags import put_tag, read_tags, remove_tag, remove_tag_of_step, require_tag_name
 from holdfast.stored.repository.timelines import displace
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.runs.tags import tag_step
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.unit.ranks import World, plain, saved
 
 WHEN = "2026-03-01T10:00:00+00:00"

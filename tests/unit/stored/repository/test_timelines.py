@@ -29,8 +29,8 @@ from holdfast.stored.repository.timelines import (
     moved_steps,
     run_timelines,
 )
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.loading.named_step import find_named, location_of
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 
 HOLDER = Holder("node-7", "boot", "pid:[1] time:[2]", 4711, 99, "2026-01-01T00:00:00+00:00", "ab" * 16, 10.0)
 SECOND = FIRST_TIMELINE.fork(2, "2" * 16, 1, "d" * 32)

@@ -14,10 +14,10 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.ports.comm import KeyValueStore
 from holdfast.base.types.reports import SaveReport
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore
 from holdfast.training.coordination import absent_ranks
 from holdfast.training.coordination.absent_ranks import CallWatch
 from tests.doubles.comm import ThreadComm, ThreadGroup, run_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyKeyValueStore
 from tests.unit.ranks import World, saved, sharded
 
 

@@ -15,10 +15,10 @@ from holdfast.base.types.reports import SaveReport
 from holdfast.core.format.names import step_folder
 from holdfast.errors import CheckpointError, ConflictError, UnavailableError
 from holdfast.stored.publishing.outcome import Outcome, OutcomeKind, aborted, committed, unknown
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error, stall_until
 from holdfast.training.coordination.commit_vote import CommitVote, Vote
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, run_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error, stall_until
 from tests.unit.ranks import HASTY, PATIENT, World, plain, saved, sharded
 
 VOTE = Vote(1, "0" * 32)

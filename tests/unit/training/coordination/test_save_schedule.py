@@ -18,12 +18,12 @@ from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.core.engine import background
 from holdfast.policies import AllOf, AnyOf, EveryNSteps, EverySeconds, OnRequest, SavePolicy
 from holdfast.settings import Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore
 from holdfast.training.coordination import announcements, announcer
 from holdfast.training.coordination import save_due as plan
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_schedule import Schedule
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyKeyValueStore
 
 
 class SetClock(SystemClock):

@@ -16,8 +16,6 @@ from holdfast.base.ports.comm import KeyValueStore
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.stored.publishing.outcome import Outcome, OutcomeKind
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, stall_until
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.agreement.numbered_save import NumberedSave
 from holdfast.training.coordination.agreement.records import SaveVerdict
 from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
@@ -25,6 +23,8 @@ from holdfast.training.coordination.commit_vote import CommitVote, Vote
 from holdfast.training.coordination.job import Job, error_text
 from holdfast.training.coordination.message_codec import encode_message
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, stall_until
+from tests.doubles.framework import NumpyFramework
 from tests.support.tuning import tuned
 from tests.unit.ranks import HASTY, PATIENT, World, fresh_store, plain, saved, sharded
 

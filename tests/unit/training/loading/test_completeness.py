@@ -13,9 +13,9 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.ports.framework import Catalog, Restoration, Selection
 from holdfast.base.ports.store import Store
 from holdfast.errors import InvalidError
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks, run_ranks
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.unit.ranks import PATIENT, fresh_store, plain, run_of, sharded
 
 

@@ -8,7 +8,7 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.geometry.tensor import Role
 from holdfast.errors import InvalidError
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.unit.ranks import World, plain
 
 

@@ -31,11 +31,11 @@ from holdfast.core.plan.reads import load_plan
 from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import Settings
 from holdfast.stored.repository.catalog import read_index, read_manifest
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
-from holdfast.testing.framework import GlobalTensor
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.exchange import AgreedExchange, Offer, agree_on_exchange, offer_of, read_or_exchange
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks, run_ranks
+from tests.doubles.faults import Faults, FaultyStore, raise_error
+from tests.doubles.framework import GlobalTensor
 from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, fresh_store, run_of, sharded
 

@@ -22,13 +22,13 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.testing.calls import RecordingStore
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import load_checkpoint
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.step_choice import StepChoice
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.overwritten_checkpoint import EVERYTHING, HASTY, location_of, number_in, save, state_of
 from tests.support.tuning import tuned
 

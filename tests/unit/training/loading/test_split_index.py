@@ -25,8 +25,8 @@ from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.coverage import stored_by
 from holdfast.stored.checkpoint.index_loading import index_frames, resolved_frames
 from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_bytes_at
-from holdfast.testing.framework import GlobalTensor
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks, run_ranks
+from tests.doubles.framework import GlobalTensor
 from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, fresh_store, plain, run_of, sharded
 

@@ -12,12 +12,12 @@ from holdfast.base.geometry.tensor import Role
 from holdfast.base.types.reports import LoadReport
 from holdfast.base.types.values import Group
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.testing.framework import GlobalTensor
 from holdfast.training.coordination.job import error_text
 from holdfast.training.loading.exchange import Offer
 from holdfast.training.loading.messages import RankStatus
 from holdfast.training.loading.statuses import GatheredStatuses, gather_errors, gather_statuses, names_of
 from tests.doubles.comm import ThreadComm, ThreadGroup, run_ranks
+from tests.doubles.framework import GlobalTensor
 from tests.unit.ranks import fresh_store, run_of
 
 WORLD, NAMES = 32, 4096

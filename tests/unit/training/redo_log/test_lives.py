@@ -21,7 +21,7 @@ from holdfast.base.ports.store import Store
 from holdfast.errors import InvalidError, MissingError, UnavailableError
 from holdfast.stored.repository import logs
 from holdfast.stored.repository.logs import SealedRecord, read_records
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from tests.doubles.faults import Faults, FaultyStore, raise_error
 
 
 class Training:

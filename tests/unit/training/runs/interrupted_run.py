@@ -31,11 +31,11 @@ from holdfast.errors import UnavailableError
 from holdfast.policies import EveryNSteps, LatestN, Policies
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.save import save_and_wait
 from holdfast.training.saving.target import path_save
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned
 
 HANG_SECONDS = 30.0

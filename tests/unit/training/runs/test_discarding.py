@@ -23,10 +23,10 @@ from holdfast.stored.repository.quarantine import quarantine
 from holdfast.stored.repository.reader_leases import put_lease
 from holdfast.stored.repository.timeline_records import TimelineRecord, put_record, record_keys, timeline_records
 from holdfast.stored.repository.timelines import committed_steps, run_timelines
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import GlobalTensor
 from holdfast.training.runs.removal.chosen_steps import ChosenNames
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import GlobalTensor
 from tests.support.tuning import tuned
 from tests.unit.ranks import World, plain, saved, sharded
 

@@ -21,11 +21,11 @@ from holdfast.stored.repository.catalog import manifest_digest, read_run_id
 from holdfast.stored.repository.removal import mark_keys
 from holdfast.stored.repository.tags import read_tags
 from holdfast.stored.repository.timeline_records import record_keys
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.runs.removal.background_collection import Background
 from holdfast.training.runs.removal.chosen_steps import ChosenNames
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from holdfast.training.runs.removal.named_steps import RemovedSteps, StepRemoval
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.support.tuning import tuned
 
 GRACE_SECONDS = 0.3

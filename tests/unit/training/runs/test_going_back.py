@@ -28,12 +28,12 @@ from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.epochs import declare_timelines, newest_epoch
 from holdfast.stored.repository.quarantine import supersede
 from holdfast.stored.repository.timelines import committed_steps, displace
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal.garbage_collection import collected
 from holdfast.training.saving.handle import SaveHandle
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import NumpyFramework
 from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, run_of, saved, sharded
 

@@ -23,11 +23,11 @@ from holdfast.settings import Settings
 from holdfast.stored.repository.epochs import newest_epoch
 from holdfast.stored.repository.tags import read_tags
 from holdfast.stored.repository.timelines import committed_steps, run_timelines
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal.named_steps import StepRemoval
 from holdfast.training.runs.removal.retention import FORMER_KEPT
+from tests.doubles.faults import Faults, FaultyStore, raise_error
+from tests.doubles.framework import NumpyFramework
 from tests.support.tuning import tuned
 
 SETTINGS = tuned(Settings(lease_seconds=600.0, collect_grace_seconds=0.0, reports=False))

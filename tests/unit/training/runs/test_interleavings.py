@@ -28,10 +28,10 @@ from holdfast.stored.repository.epochs import accepted_steps, current_fence, new
 from holdfast.stored.repository.quarantine import identity_at, quarantine
 from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.calls import RecordingStore
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal.garbage_collection import collected
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.framework import NumpyFramework
 from tests.unit.ranks import fresh_store, saved
 from tests.unit.stored.leases.test_writer import until
 from tests.unit.training.runs.test_round_trips import LONG_LEASES, state

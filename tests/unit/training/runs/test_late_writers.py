@@ -25,9 +25,9 @@ from holdfast.stored.repository.epochs import (
 from holdfast.stored.repository.interrupted_removal import finish_removals
 from holdfast.stored.repository.quarantine import backup, supersede
 from holdfast.stored.repository.timelines import moved_manifests
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.unit.ranks import fresh_store, plain, run_of, saved
 
 

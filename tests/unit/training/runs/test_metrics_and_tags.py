@@ -14,10 +14,10 @@ from holdfast.errors import CorruptError, InvalidError, UnavailableError
 from holdfast.policies import AnyOf, BestN, EveryNSteps, EverySeconds, KeepPolicy, LatestN, Policies, Tagged
 from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.tags import read_tags
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import NumpyFramework
 from tests.unit.ranks import PATIENT, World, fresh_store, plain
 
 STATE = {"a": plain(1.0)}

@@ -25,13 +25,13 @@ from holdfast.policies import BestN, EveryNSteps, KeepPolicy, Policies
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import none_allowed
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.exit.signals import Signals
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.preemption import PreemptionHandler
 from holdfast.training.saving.attempt import SaveAttempt
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error
+from tests.doubles.framework import NumpyFramework
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.ranks import PATIENT, fresh_store, plain, sharded
 

@@ -16,8 +16,8 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.testing.framework import GlobalTensor
 from holdfast.training.saving.handle import SaveHandle
+from tests.doubles.framework import GlobalTensor
 from tests.support.tuning import tuned
 from tests.unit.ranks import HASTY, World, fresh_store, saved
 

@@ -21,12 +21,12 @@ from holdfast.base.types.reports import SaveReport
 from holdfast.core.engine.background import WriteProgress
 from holdfast.errors import UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.saves_in_flight import SavesInFlight
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.save import save_and_wait
 from holdfast.training.saving.target import path_save
+from tests.doubles.framework import NumpyFramework
 from tests.unit.ranks import PATIENT, fresh_store, plain
 
 REPORT = SaveReport(2, "", "0" * 16, 1, 0, 1, True, "copy", 0.1, 0.0, 0.0, 0.2, (), ())

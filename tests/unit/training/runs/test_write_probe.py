@@ -16,8 +16,8 @@ from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.base.clock import SystemClock
 from holdfast.errors import UnavailableError
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.testing.faults import Faults, FaultyStore, FaultySyscalls, fail_with, raise_error
 from holdfast.training.runs.preemption import write_bytes_per_second
+from tests.doubles.faults import Faults, FaultyStore, FaultySyscalls, fail_with, raise_error
 
 KEY = "step-000000000001/0123456789abcdef/r00000.safetensors"
 

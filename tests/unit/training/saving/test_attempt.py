@@ -21,11 +21,11 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError, Unavai
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.publishing.leftovers import delete_leftovers
 from holdfast.stored.repository.timelines import displace
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.training.saving.attempt import SaveAttempt
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.save import begin_save
 from holdfast.training.saving.target import path_save
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
 from tests.support.overwritten_checkpoint import EVERYTHING, job_of, location_of, state_of
 from tests.unit.ranks import World, fresh_store, plain
 

@@ -15,7 +15,7 @@ from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.core.format.names import step_folder
 from holdfast.errors import ConflictError, UnavailableError
 from holdfast.settings import KIB, MIB, Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
 from tests.support.tuning import tuned
 from tests.unit.ranks import World, fresh_store, plain, saved
 

@@ -15,7 +15,7 @@ from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.format.names import step_folder
 from holdfast.errors import InvalidError
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.support.chunk_decoder import stored_tensors
 from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, saved

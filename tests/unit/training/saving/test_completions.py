@@ -16,7 +16,7 @@ from holdfast.core.engine.parallel_map import CALLS_AT_ONCE
 from holdfast.core.engine.writing.completions import Completions
 from holdfast.errors import UnavailableError
 from holdfast.settings import PAGE_BYTES
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.unit.core.engine.test_lent_memory import Passing
 from tests.unit.ranks import PATIENT, World, plain, saved
 

@@ -24,9 +24,9 @@ from holdfast.core.format.names import step_folder
 from holdfast.observers import Decided, Ended, Event
 from holdfast.settings import Settings
 from holdfast.stored.repository.reports import reports_in
-from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks
+from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.chunk_decoder import stored_pieces, stored_tensors
 from tests.support.cpu_clock import ClockOfLooks
 from tests.support.tuning import tuned

@@ -16,9 +16,9 @@ import torch
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CorruptError, InvalidError, UnavailableError
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.training.coordination.job import error_from, error_text
 from holdfast.training.saving.handle import SaveHandle, typed
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
 from tests.unit.ranks import World, fresh_store, plain, saved, sharded
 
 REPORT = SaveReport(7, "memory://x", "0" * 16, 1, 0, 1, True, "copy", 0.1, 0.0, 0.0, 0.2, (), ())

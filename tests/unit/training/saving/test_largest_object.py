@@ -11,7 +11,7 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.errors import InvalidError
 from holdfast.settings import PAGE_BYTES
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, plain, saved
 

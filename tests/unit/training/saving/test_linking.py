@@ -31,8 +31,8 @@ from holdfast.policies import LatestN
 from holdfast.settings import Settings
 from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.quarantine import identity_at, quarantine
-from holdfast.testing.faults import Faults, FaultyStore
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
+from tests.doubles.faults import Faults, FaultyStore
 from tests.support.crashed_run import run_at
 from tests.support.tuning import tuned
 

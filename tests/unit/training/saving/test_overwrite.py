@@ -26,13 +26,13 @@ from holdfast.settings import PAGE_BYTES
 from holdfast.stored.leases.path_claim import release_path_claim, take_path_claim
 from holdfast.stored.leases.process import this_process
 from holdfast.stored.repository.overwriting import claim_of, put_claim, put_replaced_mark, read_claim, replaced_marks
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.save import begin_save, save_and_wait
 from holdfast.training.saving.target import path_save
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
+from tests.doubles.framework import NumpyFramework
 from tests.support.crashed_run import content_under, paths_under
 from tests.support.newer_format import write_newer
 from tests.support.overwritten_checkpoint import (

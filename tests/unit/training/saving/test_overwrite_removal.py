@@ -19,9 +19,9 @@ from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.leases.path_claim import release_path_claim, take_path_claim
 from holdfast.stored.leases.process import this_process
 from holdfast.stored.repository.overwriting import claim_of, put_claim, read_claim, take_claim_away
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.training.saving.save import save_and_wait
 from holdfast.training.saving.target import path_save
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
 from tests.support.overwritten_checkpoint import (
     EVERYTHING,
     HASTY,

@@ -14,7 +14,7 @@ from holdfast.base.geometry.region import FlatRange
 from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.plan.plan_cache import PlanCache, save_plan
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.unit.ranks import World, plain, saved, sharded
 
 RANKS = 3

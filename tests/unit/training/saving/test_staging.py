@@ -19,8 +19,8 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.settings import Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.saving.handle import SaveHandle
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
 
 WINDOW = PATIENT._tuning.window_bytes

@@ -27,10 +27,10 @@ from holdfast.policies import LatestN, Policies
 from holdfast.settings import KIB, MIB, Settings
 from holdfast.stored.repository.epochs import RELEASED, read_heartbeat
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, ThreadGroup
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import NumpyFramework
 from tests.support.tuning import tuned
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
@@ -458,7 +458,7 @@ from tests.doubles.comm import ThreadComm, ThreadGroup
 from holdfast.backends.torch.key_value_store import TorchKeyValueStore
 from holdfast.training.coordination.job import Job
 from holdfast.base.clock import SystemClock
-from holdfast.testing.framework import NumpyFramework
+from tests.doubles.framework import NumpyFramework
 from holdfast._face import wiring
 class Comm(ThreadComm):
     def all_gather(self, payload): return [payload, payload]

@@ -17,9 +17,9 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.events import Operation, RankReport
 from holdfast.errors import CheckpointError, InvalidError, MissingError, UnavailableError
 from holdfast.stored.repository.reports import reports_in
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.training.telemetry import node_reports
 from holdfast.training.telemetry.node_reports import IDENTITY_BYTES, NodeReports, node_identity
+from tests.doubles.faults import Faults, FaultyStore, raise_error
 
 HERE = b"12345678"
 

@@ -19,9 +19,9 @@ from holdfast.base.types.reports import LoadReport, SaveReport
 from holdfast.core.format.names import step_folder
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.stored.repository.reports import reports_in
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
-from holdfast.testing.framework import GlobalTensor
 from holdfast.training.telemetry.trace import trace_of
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
+from tests.doubles.framework import GlobalTensor
 from tests.support.tuning import tuned
 from tests.unit.ranks import HASTY, PATIENT, World, fresh_store, plain, saved, sharded
 from tests.unit.training.telemetry.traced import require_sound

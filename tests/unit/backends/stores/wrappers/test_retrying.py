@@ -19,7 +19,7 @@ from holdfast.base.ports.store import Store
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, PAGE_BYTES, ObjectSettings, Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error, stall_until
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error, stall_until
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.backends.stores.wrappers.network import LOST_AFTER, LOST_BEFORE, PASS, REFUSED, NetworkStore
 

@@ -24,8 +24,8 @@ from holdfast.core.engine.writing.completions import Completions
 from holdfast.core.engine.writing.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.settings import PAGE_BYTES
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.faults import Faults, FaultyStore, raise_error
+from tests.doubles.framework import GlobalTensor
 from tests.support.coded_packs import KEY, KINDS, SMALL, Pack, drawn, memory, with_pair
 from tests.support.cpu_clock import ClockOfLooks
 from tests.support.tuning import tuned

@@ -13,10 +13,10 @@ from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.settings import Settings
 from holdfast.stored.publishing.outcome import OutcomeKind
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, raise_error
 from holdfast.training.coordination.commit_vote import CommitVote, Vote
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, ThreadGroup
+from tests.doubles.faults import FaultPoint, Faults, FaultyKeyValueStore, raise_error
 from tests.unit.ranks import HASTY, PATIENT, World, plain, saved, sharded
 
 OPERATIONS = {"set", "get_many", "present", "compare_set"}

@@ -9,11 +9,11 @@ from holdfast.backends.torch.key_value_store import TorchKeyValueStore
 from holdfast.base.clock import SystemClock
 from holdfast.errors import InvalidError
 from holdfast.settings import Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore
 from holdfast.training.coordination.agreement.records import SaveVerdict
 from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
 from holdfast.training.coordination.job import Job, error_text
 from holdfast.training.coordination.message_codec import encode_message
+from tests.doubles.faults import FaultPoint, Faults, FaultyKeyValueStore
 
 PLACE = b"12345678"
 

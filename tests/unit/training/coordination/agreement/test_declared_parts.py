@@ -13,7 +13,7 @@ from holdfast.base.geometry.region import FlatRange, Region
 from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.unit.ranks import World, plain, saved
 
 WORLD = 4

@@ -14,7 +14,7 @@ from holdfast.base.types.health import Health
 from holdfast.base.types.reports import SaveReport
 from holdfast.base.types.values import Group
 from holdfast.errors import InvalidError
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.unit.ranks import PATIENT, World, plain, saved
 
 ADVICE = ("holdfast.PerRank", "RngState", "holdfast.Sharded", "DTensor", "broadcast", "skip=")

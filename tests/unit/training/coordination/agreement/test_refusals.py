@@ -13,10 +13,10 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.testing.framework import GlobalTensor
 from holdfast.training.coordination.agreement.decision import Decision
 from holdfast.training.coordination.agreement.records import SaveVerdict
 from holdfast.training.saving.fingerprint import StateFingerprint
+from tests.doubles.framework import GlobalTensor
 from tests.unit.ranks import PATIENT, World, plain, saved, sharded
 
 

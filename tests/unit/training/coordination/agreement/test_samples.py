@@ -9,7 +9,7 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, plain, saved
 

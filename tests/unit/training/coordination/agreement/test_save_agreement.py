@@ -14,8 +14,8 @@ from holdfast.base.geometry.tensor import Role
 from holdfast.base.ports.comm import KeyValueStore
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error
+from tests.doubles.framework import GlobalTensor
 from tests.unit.ranks import HASTY, PATIENT, World, fresh_store, plain, saved, sharded
 
 

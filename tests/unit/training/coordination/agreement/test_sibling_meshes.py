@@ -16,7 +16,7 @@ from holdfast.base.types.health import Health
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.format.names import rank_of_pack
 from holdfast.errors import InvalidError
-from holdfast.testing.framework import GlobalTensor
+from tests.doubles.framework import GlobalTensor
 from tests.unit.ranks import PATIENT, World, plain, saved
 
 R, S0, S1 = Placement(None), Placement(0), Placement(1)

@@ -15,10 +15,10 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.ports.comm import KeyValueStore
 from holdfast.errors import UnavailableError
 from holdfast.settings import Settings
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, raise_error
 from holdfast.training.coordination.exit.exit_agreement import ExitAgreement
 from holdfast.training.coordination.job import Job
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyKeyValueStore, raise_error
 
 
 def played(

@@ -35,9 +35,9 @@ from holdfast.stored.repository.epochs import RELEASED, put_heartbeat
 from holdfast.stored.repository.reader_leases import leases
 from holdfast.stored.repository.removal import mark_keys, marks, put_mark
 from holdfast.stored.repository.timelines import displace
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from holdfast.training.runs.removal.pins import Pins, StepPin
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.support.tuning import tuned
 from tests.unit.ranks import World, fresh_store, plain
 

@@ -29,13 +29,13 @@ from holdfast.stored.leases.reader import ReaderLease
 from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.removal import mark_keys
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal import background_collection
 from holdfast.training.runs.removal.background_collection import Background
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore, raise_error
+from tests.doubles.framework import NumpyFramework
 from tests.support.tuning import tuned
 from tests.unit.ranks import fresh_store, plain
 from tests.unit.training.runs.removal.test_background_collection import HungCollector

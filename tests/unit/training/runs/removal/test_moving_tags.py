@@ -19,9 +19,9 @@ from holdfast.policies import AnyOf, LatestN, Tagged
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.repository.catalog import exists, read_run_id
 from holdfast.stored.repository.tags import put_tag, read_tags
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from holdfast.training.runs.tags import tag_step
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
 
 BEFORE, AFTER, NEWEST = 2, 1, 3

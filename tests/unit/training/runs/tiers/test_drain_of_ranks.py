@@ -19,8 +19,6 @@ from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.repository.reports import reports_in
 from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.calls import RecordingStore
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.tiers import drain as draining
 from holdfast.training.runs.tiers import drain_try as trying
@@ -28,6 +26,8 @@ from holdfast.training.runs.tiers.near import NearPlace
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.telemetry.trace import trace_of
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from tests.doubles.faults import FaultPoint, Faults, FaultyStore
+from tests.doubles.framework import NumpyFramework
 from tests.unit.ranks import PATIENT, fresh_store, plain, sharded
 
 SETTINGS = replace(PATIENT, collect_grace_seconds=0.0)

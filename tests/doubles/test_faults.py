@@ -15,7 +15,7 @@ from holdfast.base.ports.comm import KeyValueStore
 from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError, MissingError, UnavailableError
 from holdfast.settings import PAGE_BYTES
-from holdfast.testing.faults import (
+from tests.doubles.faults import (
     FaultPoint,
     Faults,
     FaultyKeyValueStore,
