@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.synthetic import SyntheticJob
+from holdfast.backends.alone import InProcessKeyValueStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.tensor import Shard
 from holdfast.base.ports.framework import Collected
-from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.base.types.plan import PackPlan
 from holdfast.core.format.digest import short_digest_of
 from holdfast.core.format.pack import coded_header_body, header_of

@@ -16,8 +16,8 @@ from functools import partial
 
 from bench.opening_on_paper import LoneComm, paper_context
 from bench.synthetic import SyntheticJob
+from holdfast.backends.alone import InProcessKeyValueStore
 from holdfast.base.clock import SystemClock
-from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.errors import UnavailableError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from holdfast.backends.alone import AloneComm
+from holdfast.backends.alone import AloneComm, InProcessKeyValueStore
 from holdfast.backends.torch.comm import SoloComm
 from holdfast.backends.torch.key_value_store import TorchKeyValueStore
 from holdfast.base.ports.comm import Comm, KeyValueStore
-from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.errors import UnavailableError
 from tests.doubles.comm import (
     CommSuite,

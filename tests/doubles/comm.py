@@ -10,8 +10,8 @@ from typing import TypeVar, cast
 
 import pytest
 
+from holdfast.backends.alone import InProcessKeyValueStore
 from holdfast.base.ports.comm import Comm, KeyValueStore
-from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.errors import InvalidError, UnavailableError, first_three
 
 _Result = TypeVar("_Result")

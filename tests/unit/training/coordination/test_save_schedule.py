@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast.backends.alone import InProcessKeyValueStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.comm import KeyValueStore
-from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.core.engine import background
 from holdfast.policies import AllOf, AnyOf, EveryNSteps, EverySeconds, OnRequest, SavePolicy
 from holdfast.settings import Settings
