@@ -35,13 +35,13 @@ from holdfast.backends.torch.private_layout import (
     version_counter,
 )
 from holdfast.backends.torch.side_stream import SideStream, on_stream, side_stream
-from holdfast.backends.torch.tickets import DONE, Tickets
+from holdfast.backends.torch.tickets import Tickets
 from holdfast.base.geometry.box import Box, flat_range_boxes, grid_within
 from holdfast.base.geometry.coordinates import Located
 from holdfast.base.geometry.dtype import DTYPES, PAIRS, dtype_named
 from holdfast.base.geometry.region import Region, contains, first_element, region_boxes
 from holdfast.base.geometry.sharded import Sharded
-from holdfast.base.ports.framework import Target, Ticket
+from holdfast.base.ports.framework import DONE, Target, Ticket
 from holdfast.errors import InvalidError
 
 

@@ -1,18 +1,10 @@
-"""Tickets to wait for copies: already complete, failed, or several as one."""
+"""Tickets to wait for copies: failed, or several as one."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 
-from holdfast.base.ports.framework import Ticket
-
-
-class _Done:
-    def wait(self) -> None:
-        """Return at once: copies within host memory are complete when the call returns."""
-
-
-DONE: Ticket = _Done()
+from holdfast.base.ports.framework import DONE, Ticket
 
 
 class Unsure:

@@ -27,6 +27,15 @@ class Ticket(Protocol):
         ...
 
 
+class _Done:
+    def wait(self) -> None:
+        """Return at once: the copy was complete when the call returned."""
+
+
+DONE: Ticket = _Done()
+"""The ticket of a copy that is complete."""
+
+
 Unpin = Callable[[], None]
 """Undoes a pin, before the memory is freed."""
 

@@ -9,6 +9,7 @@ from typing import Self
 
 from holdfast.base.geometry.region import Region, contains, first_element
 from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.framework import DONE, Ticket
 from holdfast.base.ports.observer import ByteProgress, Observer
 from holdfast.base.ports.packs import Packs, Stored
 from holdfast.base.types.plan import Piece
@@ -126,16 +127,6 @@ class PieceReader:
                 )
 
 
-class Read:
-    """A copy that was complete at once."""
-
-    def wait(self) -> None:
-        """Return."""
-
-
-READ = Read()
-
-
 class StoredSource:
     """A stored tensor as a `Source`. Stored bytes do not change, so `copied` and `stamp` return the source itself."""
 
@@ -153,7 +144,7 @@ class StoredSource:
             region: (pieces, [0, *accumulate(piece.bytes for piece in pieces)]) for region, pieces in regions.items()
         }
 
-    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Read:
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         """Copy a run of a region's bytes to the front of `buffer`."""
         is_part = piece not in self._regions
         region = next(region for region in self._regions if contains(region, piece)) if is_part else piece
@@ -169,17 +160,17 @@ class StoredSource:
             room = buffer[at - start : end - start]
             self._reader.read(pieces[number], at - firsts[number], room, by_chunk=is_part)
             at = end
-        return READ
+        return DONE
 
     @classmethod
-    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> Read:
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> Ticket:
         """Copy several regions, each whole, one after the other."""
         at = 0
         for source, piece in zip(sources, pieces, strict=True):
             total = piece.numel * source._itemsize
             source.copy_into(piece, 0, total, buffer[at : at + total])
             at += total
-        return READ
+        return DONE
 
     def sample(self, blocks: int, block_bytes: int, *, whole_bytes: int, shift: float) -> bytes:
         """Never called: one process copies, and there are no replicas to compare."""

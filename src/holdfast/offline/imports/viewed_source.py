@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from holdfast.base.geometry.box import Box, flat_range_boxes
 from holdfast.base.geometry.region import Region, first_element, flat_run, run_boxes
 from holdfast.base.geometry.tensor import TensorSpec
-from holdfast.base.ports.framework import Target
+from holdfast.base.ports.framework import DONE, Target, Ticket
 from holdfast.base.types.plan import Piece
 from holdfast.core.engine.read import execute
 from holdfast.core.engine.target import HostTarget
 from holdfast.core.format.index.index import Index
 from holdfast.core.format.index.index_builder import IndexBuilder
 from holdfast.errors import InvalidError
-from holdfast.offline.imports.stored_source import READ, Read, StoredSource
+from holdfast.offline.imports.stored_source import StoredSource
 from holdfast.settings import MIB
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 
@@ -38,7 +38,7 @@ class ViewedSource(StoredSource):
         self._lock = Lock()
         self._window: tuple[int, bytes] = 0, b""
 
-    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Read:
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         """Copy a run of a region's bytes to the front of `buffer`."""
         first = first_element(Box.whole(self._spec.global_shape), piece) * self._itemsize
         start, stop = first + start, first + stop
@@ -50,7 +50,7 @@ class ViewedSource(StoredSource):
             # The last bytes are asked for last.
             self._window = (at, data) if stop < self._spec.global_bytes else (0, b"")
         buffer[: stop - start] = data[start - at : stop - at]
-        return READ
+        return DONE
 
     def _read(self, start: int, stop: int) -> bytes:
         spec, checkpoint = self._spec, self._checkpoint

@@ -15,7 +15,7 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import chunk_count
 from holdfast.base.geometry.region import Region
 from holdfast.base.geometry.tensor import TensorSpec
-from holdfast.base.ports.framework import Source, Ticket
+from holdfast.base.ports.framework import DONE, Source, Ticket
 from holdfast.base.ports.gradients import Captured, RecordedTensor
 from holdfast.base.ports.store import Store
 from holdfast.base.types.plan import CODED_FOLDER, PackItem, PackPlan, PlannedPack
@@ -45,11 +45,6 @@ class QueuedRecord:
     """Id of the log."""
 
 
-class _CopyEnded:
-    def wait(self) -> None:
-        """Return: nothing is under way."""
-
-
 class _HeldBytes:
     """The bytes of a record, as the source of a piece."""
 
@@ -59,7 +54,7 @@ class _HeldBytes:
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         """Copy a run of the bytes."""
         buffer[: stop - start] = self._data[start:stop]
-        return _CopyEnded()
+        return DONE
 
 
 def write_segment(
