@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
-from holdfast.base.ports.comparing import is_still_to_replace
 from holdfast.base.ports.keys import Split, split_key, split_prefix
 from holdfast.base.ports.parts import CollectedUpload, PartLedger
 from holdfast.base.ports.ranges import check_buffers, check_ranges, hand_out
@@ -20,6 +20,7 @@ from holdfast.base.ports.readable import (
     StoreTraits,
 )
 from holdfast.base.ports.temporary import RetryCounts
+from holdfast.errors import ConflictError, CorruptError, MissingError
 
 
 class Upload(Protocol):
@@ -341,3 +342,28 @@ class Store(Readable, Protocol):
         """
         check_ranges(f"{self.url}/{key}", total_bytes, ranges, buffers)
         hand_out((read(start, stop) for start, stop in ranges), buffers, on_range)
+
+
+def is_still_to_replace(store: Readable, key: str, data: bytes, seen: bytes | None) -> bool:
+    """Return whether an object still has the bytes that the caller has read; False if the new bytes are stored already.
+
+    Args:
+        store: The store. Another writer may store the object between this look and the put of the caller.
+        key: The key of the object.
+        data: The bytes to store.
+        seen: The bytes that the caller has read; None: there was no object.
+    Raises:
+        ConflictError: The object has other bytes.
+    """
+    conflict = ConflictError(f"{store.url}/{key}: another writer replaced it meanwhile; it was not touched")
+    found = None
+    try:
+        with suppress(MissingError):
+            found = store.get(key, max(len(data), len(seen or b"")))
+    except CorruptError as larger:
+        raise conflict from larger
+    if found == data:
+        return False
+    if found != seen:
+        raise conflict
+    return True
