@@ -14,7 +14,7 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.core.format.names import link_name
 from holdfast.stored.leases.process import this_process
-from holdfast.stored.repository.reader_leases import put_lease
+from holdfast.stored.leases.reader import put_lease
 from holdfast.stored.repository.removal import is_link_key, is_pack_key, mark_keys
 from tests.unit.cli.running import holdfast as command
 from tests.unit.cli.running import separately

@@ -14,11 +14,10 @@ from holdfast.core.format.names import aside_key, manifest_key
 from holdfast.core.format.step_name import StepName
 from holdfast.errors import MissingError, UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.stored.leases.reader import ReaderLease, ReaderLeases
+from holdfast.stored.leases.reader import ReaderLease, ReaderLeases, leases
 from holdfast.stored.repository.catalog import read_manifest_bytes
 from holdfast.stored.repository.epochs import current_fence, newest_epoch
 from holdfast.stored.repository.interrupted_removal import finish_removals
-from holdfast.stored.repository.reader_leases import leases
 from holdfast.stored.repository.timelines import displace, run_timelines
 from holdfast.training.loading.named_step import find_named, location_of
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks

@@ -18,9 +18,9 @@ from holdfast.base.types.timeline import Fork, Timeline
 from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.settings import Settings
 from holdfast.stored.leases.process import this_process
+from holdfast.stored.leases.reader import put_lease
 from holdfast.stored.repository.epochs import current_fence, newest_epoch
 from holdfast.stored.repository.quarantine import quarantine
-from holdfast.stored.repository.reader_leases import put_lease
 from holdfast.stored.repository.timeline_records import TimelineRecord, put_record, record_keys, timeline_records
 from holdfast.stored.repository.timelines import committed_steps, run_timelines
 from holdfast.training.runs.removal.chosen_steps import ChosenNames

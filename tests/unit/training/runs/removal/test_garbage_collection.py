@@ -28,11 +28,10 @@ from holdfast.core.format.names import SUPERSEDED_FOLDER, step_folder, supersede
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
 from holdfast.settings import Settings
-from holdfast.stored.leases.reader import ReaderLease
+from holdfast.stored.leases.reader import ReaderLease, leases
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.repository.catalog import read_manifest, read_run_id
 from holdfast.stored.repository.epochs import RELEASED, put_heartbeat
-from holdfast.stored.repository.reader_leases import leases
 from holdfast.stored.repository.removal import mark_keys, marks, put_mark
 from holdfast.stored.repository.timelines import displace
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
@@ -372,7 +371,7 @@ def run_id_of(store: Store) -> str:
 def other_machine(path: Path, store: LocalStore, lease_seconds: float = 10.0) -> None:
     """Have a lease say that its reader is on a machine that was booted another time."""
     from holdfast.stored.leases.process import this_process
-    from holdfast.stored.repository.reader_leases import put_lease
+    from holdfast.stored.leases.reader import put_lease
 
     holder = replace(this_process(SystemClock(), lease_seconds), boot="another", nonce=path.stem)
     put_lease(store, holder, 1, 1)
