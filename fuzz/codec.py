@@ -8,7 +8,7 @@ from contextlib import suppress
 from holdfast._face.wiring import codecs
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.errors import CorruptError
-from holdfast.testing.codec import Chunk, CodecSuite, chunk_of
+from tests.contract.codec_suite import Chunk, CodecSuite, chunk_of
 
 _CASES = [(codec, *types) for codec in codecs().values() for types in CodecSuite.types_of(codec)]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast._face.wiring import codecs
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.ports.codec import Codec
-from holdfast.testing.codec import Chunk, CodecSuite, rounded
+from tests.contract.codec_suite import Chunk, CodecSuite, rounded
 
 
 class _Named(CodecSuite):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast._face.wiring import codecs
-from holdfast.testing.codec import joined_parts
+from tests.contract.codec_suite import joined_parts
 from tests.format import second_decoder
 
 CODECS = codecs()

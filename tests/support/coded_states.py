@@ -21,7 +21,7 @@ from holdfast.base.types.plan import Coding, Piece
 from holdfast.core.format.codec_names import needs_pair
 from holdfast.core.format.digest import digest_of
 from holdfast.settings import PAGE_BYTES
-from holdfast.testing.codec import joined_parts
+from tests.contract.codec_suite import joined_parts
 
 ATTEMPT = "0123456789abcdef/"
 CHUNK = PAGE_BYTES

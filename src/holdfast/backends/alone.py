@@ -1,4 +1,4 @@
-"""The comm of a process that saves or loads alone, and its key-value store inside the process; needs no framework."""
+"""The comm of a process that saves or loads alone, and a key-value store inside the process; needs no framework."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InProcessKeyValueStore:
             self._changed.notify_all()
 
     def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
-        """Return the values of all keys once every one of them is set."""
+        """Return the values of all keys once every key is set."""
         with GUARD:
             if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_seconds):
                 absent = [key for key in keys if key not in self._values]
@@ -31,12 +31,12 @@ class InProcessKeyValueStore:
             return [self._values[key] for key in keys]
 
     def present(self, *keys: str) -> bool:
-        """Return whether all keys are set, without waiting for them."""
+        """Return whether all keys are set, without a wait."""
         with GUARD:
             return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int, timeout_seconds: float) -> int:
-        """Add to a counter that starts at 0 and return its new value."""
+        """Add to a counter that starts at 0 and return the new value."""
         with GUARD:
             total = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(total).encode()
@@ -44,7 +44,7 @@ class InProcessKeyValueStore:
             return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
-        """Set `key` to `desired` if it holds `expected` (empty: if it is not set); return its value after that."""
+        """Set `key` to `desired` if the value is `expected` (empty: if not set); return the value after that."""
         # The store of a real job accepts ASCII text only here, so this one does too: tests then find callers that break
         # the rule.
         expected.decode("ascii")

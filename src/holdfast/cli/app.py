@@ -1,4 +1,4 @@
-"""The typer application: every command under its name."""
+"""The typer application: every command by name."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def _options(
 
 
 def run() -> None:
-    """Run the command that the arguments name, and end the process with its status."""
+    """Run the command that the arguments name, and end the process with the status of the command."""
     app(prog_name="holdfast")

@@ -22,14 +22,14 @@ from holdfast.errors import CorruptError, MissingError
 from holdfast.settings import MIB, PAGE_BYTES
 
 _AHEAD_BYTES_MAX = 32 * MIB
-"""Most bytes of a piece that are asked for together where nothing is cached: the store reads them side by side."""
+"""Most bytes of a piece that are requested together where nothing is cached: the store reads those side by side."""
 
 _AHEAD_BYTES_MIN = MIB
-"""Bytes that are asked for at least there: small pieces are neighbours, and each request takes its time."""
+"""Fewest bytes that are requested there: small pieces are neighbours, and each request takes time."""
 
 
 class ReadAhead:
-    """Reads for one thread. It keeps what it has asked for too early."""
+    """Reads for one thread, and keeps bytes that were requested too early."""
 
     def __init__(self, pack_bytes: Mapping[str, int]) -> None:
         """Read nothing yet.
@@ -50,7 +50,7 @@ class ReadAhead:
             if pack == piece.pack and first <= start and stop <= first + len(held):
                 return held[start - first : stop - first]
         end = min(max(piece.offset + piece.stored_bytes, start + _AHEAD_BYTES_MIN), start + _AHEAD_BYTES_MAX)
-        self._ahead = None  # Its memory is not needed beside that of the next.
+        self._ahead = None  # Two such memories are not needed at once.
         end = max(min(end, self._pack_bytes[piece.pack]), stop)
         memory = allocate_aligned(end - start)
         self._ahead = piece.pack, start, read_range(stored.files, stored.key, start, end, memory)

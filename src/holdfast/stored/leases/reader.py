@@ -60,10 +60,10 @@ class Lease:
     """One reader of one step."""
 
     key: str
-    """Key of its record."""
+    """Key of the record."""
 
     data: bytes
-    """The record as stored. It changes with every renewal."""
+    """The record as stored. Every renewal changes the record."""
 
     step: int | None
     """The step that the process reads; None if the record is unreadable: it may then be any step."""

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from holdfast._face.wiring import codecs
 from holdfast.core.engine.casting import cast
-from holdfast.testing.codec import joined_parts
+from tests.contract.codec_suite import joined_parts
 
 COUNT = 1 << 18
 

@@ -16,7 +16,7 @@ from holdfast.base.ports.codec import Codec
 from holdfast.base.types.plan import Coding, Piece
 from holdfast.core.format.coded_chunks import base_number, decode_chunk
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.testing.codec import joined_parts
+from tests.contract.codec_suite import joined_parts
 from tests.unit.core.format.coded import CHUNK, coding_of
 
 CODECS: Mapping[str, Codec] = {"planes": PlanesCodec(), "residual": ResidualCodec()}

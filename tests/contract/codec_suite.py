@@ -1,7 +1,5 @@
 """The suite that every codec must pass."""
 
-# ruff: noqa: D102 -- the name of a test is its sentence.
-
 from __future__ import annotations
 
 import dataclasses
