@@ -18,6 +18,7 @@ from holdfast.backends.stores.fsspec.store import FileSystemStore
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.backends.stores.objects.store import ObjectStore
+from holdfast.backends.stores.shelf import ShelfStore
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.base.ports.store import Store
 from holdfast.errors import MissingError
@@ -56,6 +57,16 @@ class TestLocalOnTmpfs(StoreSuite):
     def store(self) -> Iterator[Store]:
         with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as folder:
             yield LocalStore(folder, settings=Settings())
+
+
+@pytest.mark.skipif(not os.access(_SHARED_MEMORY, os.W_OK), reason="no tmpfs to write to")
+class TestShelf(StoreSuite):
+    uploads_hidden: ClassVar[bool] = False
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as folder:
+            yield ShelfStore(folder, settings=Settings())
 
 
 class TestMemory(StoreSuite, AnyNamesSuite):

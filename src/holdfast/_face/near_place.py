@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 from holdfast._face import wiring
+from holdfast.backends.stores.shelf import is_in_memory
 from holdfast.base.ports.store import Store
 from holdfast.errors import InvalidError
 from holdfast.policies import Tier
@@ -14,8 +14,6 @@ from holdfast.settings import Differential, Settings
 from holdfast.training.runs.tiers.near import NearPlace
 
 logger = logging.getLogger(__name__)
-
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def near_at(tier: object, root: Store, settings: Settings, differential: Differential | None = None) -> NearPlace:
@@ -59,15 +57,4 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
     is_memory = is_in_memory(path)
     keep_last = tier.keep_last if tier.keep_last is not None else 1 if is_memory else 2
     assert not isinstance(tier.every, int), "the tier has made a policy of a number"
-    return NearPlace(wiring.local_at(path, settings), tier.every, keep_last, tier.bytes_max, is_memory)
-
-
-def is_in_memory(path: str) -> bool:
-    """Return whether a folder, which need not exist yet, is on a file system in memory."""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    around = [(place, kind) for place, kind in mounts if os.path.commonpath([path, place]) == place]
-    # Of two mounts at one place the later one is seen.
-    return bool(around) and max(enumerate(around), key=lambda each: (len(each[1][0]), each[0]))[1][1] in _IN_MEMORY
+    return NearPlace(wiring.near_store_at(path, settings), tier.every, keep_last, tier.bytes_max, is_memory)

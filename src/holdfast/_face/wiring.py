@@ -19,6 +19,7 @@ from holdfast.backends.stores.foreign import References
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.backends.stores.objects.address import SCHEMES
+from holdfast.backends.stores.shelf import ShelfStore, is_in_memory
 from holdfast.base.clock import SystemClock
 from holdfast.base.layouts.layout import Layouts, layouts_of
 from holdfast.base.ports.codec import Codec, Codecs
@@ -105,7 +106,7 @@ def run_of(root: Store, settings: Settings, near: str | None = None, *, writes: 
     path = near or ("" if record is None else record.url)
     if not path:
         return root
-    store = local_at(os.path.realpath(os.path.expanduser(path)), settings)
+    store = near_store_at(path, settings)
     try:
         if root_of_near(store) == root.url and read_run_id(store) == read_run_id(root):
             return TwoRoots(store, root)
@@ -132,7 +133,7 @@ def two_roots(near: str, root: Path | None, settings: Settings) -> TwoRoots:
     Raises:
         MissingError: The folder is no near tier, and the caller names no root.
     """
-    store = local_at(os.path.realpath(os.path.expanduser(near)), settings)
+    store = near_store_at(near, settings)
     root = root_of_near(store) if root is None else root
     if not root:
         raise MissingError(f"{near}: no near tier of a run; expected a folder whose holdfast.json names a root")
@@ -141,6 +142,13 @@ def two_roots(near: str, root: Path | None, settings: Settings) -> TwoRoots:
 
 def local_at(path: str, settings: Settings) -> LocalStore:
     return LocalStore(path, settings=settings, mode_from=(RUN_FILE, MANIFEST_FILE))
+
+
+def near_store_at(near: str, settings: Settings) -> LocalStore:
+    """Return the folder of a near tier: in memory, the memory of deleted files is used again."""
+    path = os.path.realpath(os.path.expanduser(near))
+    store = ShelfStore if is_in_memory(path) else LocalStore
+    return store(path, settings=settings, mode_from=(RUN_FILE, MANIFEST_FILE))
 
 
 def for_copy_of(source: object, settings: Settings) -> Settings:

@@ -30,6 +30,8 @@ class FileReading(Readable):
     """Direct I/O reads whole pages of a file into whole pages of memory."""
 
     _syscalls: Syscalls
+    _is_in_memory = False
+    """Whether the file system is in memory, and so has no page cache to ask: all bytes count as cached."""
 
     def _where(self, key: str) -> str:
         """Return the place of a key, for messages."""
@@ -107,11 +109,19 @@ class FileReading(Readable):
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
             check_buffers(where, size, start, buffers)
+            if self._is_in_memory:
+                return _take_cached(self._syscalls, fd, start, buffers, on_bytes, _CACHED_READ_BYTES_MAX, flags=0)
             return _take_cached(self._syscalls, fd, start, buffers, on_bytes, PAGE_BYTES)
 
 
 def _take_cached(
-    syscalls: Syscalls, fd: int, start: int, buffers: Buffers, on_bytes: OnBytes | None, first_read_bytes: int
+    syscalls: Syscalls,
+    fd: int,
+    start: int,
+    buffers: Buffers,
+    on_bytes: OnBytes | None,
+    first_read_bytes: int,
+    flags: int = os.RWF_NOWAIT,
 ) -> int:
     """Read cached bytes from `start` on into one buffer after the other; return the number of bytes read.
 
@@ -125,7 +135,7 @@ def _take_cached(
         while taken < buffer.nbytes:
             view = buffer[taken : taken + read_bytes - position % PAGE_BYTES]
             try:
-                count = syscalls.preadv(fd, [view], position, os.RWF_NOWAIT)
+                count = syscalls.preadv(fd, [view], position, flags)
             except OSError as error:
                 if error.errno == errno.EAGAIN or error.errno in UNSUPPORTED:
                     return position - start

@@ -37,6 +37,8 @@ _SHORT_WRITES_MAX = 8
 class LocalUpload:
     """A file under its final name; not to be trusted before `complete` has returned."""
 
+    _flags = NEW
+
     def __init__(
         self,
         syscalls: Syscalls,
@@ -73,7 +75,7 @@ class LocalUpload:
         self._removed = False
         self._distrust = ""
         self._identity: os.stat_result | None = None
-        self._fd = folders.create(parts[-1], NEW, folder=folder)
+        self._fd = self._created(folder, parts[-1])
         try:
             self._direct = switch_to_direct(syscalls, self._fd)
             reserve_space(syscalls, self._fd, ledger.bytes_max, is_bound=may_be_less)
@@ -84,7 +86,10 @@ class LocalUpload:
                 _log.warning("left %s behind: %s; no manifest names it", self._where, error)
             raise
 
-    def room(self, offset: int, length_bytes: int) -> None:
+    def _created(self, folder: int, name: str) -> int:
+        return self._folders.create(name, self._flags, folder=folder)
+
+    def room(self, offset: int, length_bytes: int) -> memoryview | None:
         """Return None: a file takes bytes from any memory."""
 
     def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:

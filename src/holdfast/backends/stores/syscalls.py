@@ -81,6 +81,18 @@ class Syscalls:
         except ValueError as error:
             raise OSError(errno.EIO, f"the file was cut short meanwhile ({error})") from error
 
+    def map_shared(self, fd: int, total_bytes: int) -> mmap.mmap:
+        """Map the first `total_bytes` of a file, whose space is allocated. Writes to the memory change the file."""
+        return mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+    def lease(self, fd: int, kind: int) -> None:
+        """Ask for a lease on an open file, or give one back; the kernel refuses a write lease beside other users."""
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
+
+    def duplicate(self, fd: int) -> int:
+        """Return another number of an open file."""
+        return os.dup(fd)
+
     def fsync(self, fd: int) -> None:
         """Make a file's content, or a folder's entries, durable."""
         os.fsync(fd)

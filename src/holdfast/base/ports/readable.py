@@ -70,6 +70,10 @@ class StoreTraits:
     maps_files: bool = False
     """Whether objects are files that `mapped` maps into memory."""
 
+    lends_memory: bool = False
+    """Whether `Upload.room` returns the object's own memory, for all parts at once: a save copies the state there, and
+    needs no other memory."""
+
     checks_exclusive_creates: bool = False
     """Whether the server must show once a process that it refuses the second of two creates of one key:
     `require_exclusive_creates`. `put_if_absent` asks by itself, before a create that decides something."""

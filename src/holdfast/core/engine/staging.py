@@ -14,11 +14,14 @@ import queue
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 
 from holdfast.base.interrupts import Latch
 from holdfast.base.ports.framework import Source, Ticket
 from holdfast.base.types.plan import PlannedPack
 from holdfast.core.engine.arena import Arena
+from holdfast.core.engine.buffers import QUARANTINED
+from holdfast.core.engine.rooms import PackRooms
 from holdfast.core.engine.stream import fill
 from holdfast.errors import UnavailableError
 
@@ -37,6 +40,7 @@ class Staging:
         arena: Arena,
         bytes_max: int | None = None,
         explain: Callable[[Exception], Exception] = lambda error: error,
+        rooms: PackRooms | None = None,
     ) -> None:
         """Begin with nothing copied.
 
@@ -44,7 +48,10 @@ class Staging:
             arena: Where the buffers come from.
             bytes_max: Size to which the arena may grow for this save; None: its whole budget.
             explain: Returns the cause of an error of a copy, on the copying thread.
+            rooms: Memory of the store, in place of buffers of the arena; None: the store lends none.
         """
+        self.rooms = rooms
+        """Memory of the store, in place of buffers of the arena."""
         self._arena, self._bytes_max, self._explain = arena, bytes_max, explain
         # Without a lock: a signal handler may save while the training thread gives up.
         self._filled: queue.SimpleQueue[_Window | None] = queue.SimpleQueue()
@@ -64,7 +71,7 @@ class Staging:
         """
         try:
             for pack in packs:
-                windows = _StagedWindows(self._empty, self._put, self._arena.buffer_bytes)
+                windows = _StagedWindows(partial(self._window, pack), self._put, self._arena.buffer_bytes)
                 try:
                     fill(pack.header, pack.plan, windows, sources)
                 finally:
@@ -145,6 +152,10 @@ class Staging:
         if self._failures:
             raise self._failures[0]
 
+    def _window(self, pack: PlannedPack, offset: int) -> _Window:
+        room = None if self.rooms is None else self.rooms.room(pack, offset, self._arena.buffer_bytes)
+        return _Window(self._empty()) if room is None else _Window(room, is_room=True)
+
     def _empty(self) -> memoryview:
         buffer = self._arena.take(self._wait_is_futile, self._bytes_max)
         if buffer is not None:
@@ -173,7 +184,8 @@ class Staging:
             self._require_whole(window)
         except Exception:  # noqa: BLE001 - the first error is kept
             return
-        self._arena.give(window.buffer)
+        if not window.is_room:
+            self._arena.give(window.buffer)
 
     def _require_whole(self, window: _Window) -> None:
         """Wait until a window is whole. If the wait fails, quarantine the buffer: a device may still copy into it."""
@@ -181,7 +193,10 @@ class Staging:
             window.wait()
         except BaseException as error:
             self._note_failure(error)
-            self._arena.quarantine_buffer(window.buffer)
+            if window.is_room:
+                QUARANTINED.append(window.buffer)
+            else:
+                self._arena.quarantine_buffer(window.buffer)
             raise
 
     def _await_copies(self) -> None:
@@ -200,10 +215,10 @@ class _GivenUp(Exception):
 
 
 class _Window:
-    """A buffer, and tickets of the copies into it that may be under way."""
+    """A buffer of the arena, or memory of the store, and tickets of the copies into it that may be under way."""
 
-    def __init__(self, buffer: memoryview) -> None:
-        self.buffer = buffer
+    def __init__(self, buffer: memoryview, *, is_room: bool = False) -> None:
+        self.buffer, self.is_room = buffer, is_room
         self.tickets: list[Ticket] = []
 
     def wait(self) -> None:
@@ -217,10 +232,10 @@ class _Window:
 class _StagedWindows:
     """The windows of one pack. Each is passed on once all of its bytes are copied, or their copies enqueued."""
 
-    def __init__(self, take: Callable[[], memoryview], put: Callable[[_Window], None], buffer_bytes: int) -> None:
+    def __init__(self, take: Callable[[int], _Window], put: Callable[[_Window], None], buffer_bytes: int) -> None:
         self._take, self._put, self._buffer_bytes = take, put, buffer_bytes
         self._window: _Window | None = None
-        self._filled = 0
+        self._offset = self._filled = 0
 
     def room(self) -> memoryview:
         return self._current().buffer[self._filled :]
@@ -237,9 +252,10 @@ class _StagedWindows:
         """Pass on the last window, if it holds anything."""
         window, self._window = self._window, None
         if window is not None:
+            self._offset += self._filled
             self._put(window)
 
     def _current(self) -> _Window:
         if self._window is None:
-            self._window, self._filled = _Window(self._take()), 0
+            self._window, self._filled = self._take(self._offset), 0
         return self._window

@@ -76,7 +76,8 @@ class Transfer:
         self._on_written, self._weights = on_written, weights
         self._stall_seconds = job.stall_seconds + _capped_seconds(packs, writer, job)
         """After this time without a written byte the save counts as hung."""
-        self._staging = Staging(job.arena)
+        self._rooms = writer.rooms()
+        self._staging = Staging(job.arena, rooms=self._rooms)
         self._written: list[WrittenPack] | None = None
         self._has_left_write = False
         """Whether the call has ended before its write: the write must end with its next window."""
@@ -98,7 +99,8 @@ class Transfer:
         sources = [shard.source for shard in shards]
         is_lazy = not awaited and self._job.settings.staging == "lazy" and self._can_be_lazy(collected)
         buffers = sum(-(-pack.bytes // arena.buffer_bytes) for pack in self._packs)
-        if awaited or not arena.holds(1 if is_lazy else buffers):
+        # Memory of the store takes the place of the arena, but for packs that are coded.
+        if awaited or not arena.holds(1 if is_lazy or self._rooms is not None else buffers):
             self._written = self._write_in_call(sources)
             self._reach_staged()
             return
@@ -112,7 +114,7 @@ class Transfer:
             assert collected.fence is not None, "only a fenced state is copied lazily"
             self.staging = "lazy"
             bytes_max = None if self._job.settings.arena_bytes_max is not None else _LAZY_BYTES_MAX
-            self._staging = Staging(arena, bytes_max, self._explain)
+            self._staging = Staging(arena, bytes_max, self._explain, self._rooms)
             # Take stamps and copies first: the fence checks the stamps.
             self._snapshot_unfenced(shards, sources)
             collected.fence(self._block_training)
@@ -138,6 +140,8 @@ class Transfer:
             self._require_expected(written)
         except BaseException as error:
             self.give_up(error)
+            if self._rooms is not None:
+                self._rooms.abort()
             raise
         return written
 

@@ -42,7 +42,10 @@ class WrittenWindows:
         self._meter, self._probe = meter, probe
         self._upload, self._pack_bytes, self._buffers, self._written = upload, pack_bytes, buffers, written
         self._is_staged = isinstance(buffers, Staging)
-        self._may_be_kept = isinstance(buffers, Staging) and buffers.may_be_kept(pack_bytes)
+        has_rooms = not isinstance(buffers, Staging) or buffers.rooms is not None
+        self._asks_for_rooms = has_rooms
+        """Whether the windows may be memory of the store."""
+        self._may_be_kept = not has_rooms and isinstance(buffers, Staging) and buffers.may_be_kept(pack_bytes)
         self._is_room = False
         """Whether the current window is memory of the store."""
         self._window_bytes = settings._tuning.window_bytes
@@ -75,8 +78,10 @@ class WrittenWindows:
 
     def _next_window(self) -> memoryview:
         count = min(self._window_bytes, self._pack_bytes - self._offset)
-        room = self._upload.room(self._offset, count) if count and not self._is_staged else None
+        room = self._upload.room(self._offset, count) if count and self._asks_for_rooms else None
         self._is_room = room is not None
+        if self._is_staged:
+            return self._buffers.take()  # The room, if there is one: the copy has filled it.
         if room is None and self._skipped:
             # Not from the pool: packs that keep a buffer each while they wait for another would wait for ever.
             self._is_room, room = True, allocate_aligned(self._window_bytes)

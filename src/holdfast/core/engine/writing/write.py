@@ -24,6 +24,7 @@ from holdfast.core.engine.encoding.meter import SaveMeter
 from holdfast.core.engine.encoding.probe import ChunkProbe, Prepare
 from holdfast.core.engine.encoding.raw_chunks import RawChunks
 from holdfast.core.engine.nonfinite import NonFinite
+from holdfast.core.engine.rooms import PackRooms
 from holdfast.core.engine.staging import Staging
 from holdfast.core.engine.stream import Scratch, stream
 from holdfast.core.engine.writing.completions import Completions, in_flight
@@ -157,7 +158,8 @@ class PackWriter:
         if pack.plan.is_coded:
             chunks = self._encoder.from_staging(staging)
             return self._write_coded(pack, chunks, written, completions, weights)
-        return self._write(pack, staging, None, written, completions)
+        rooms = staging.rooms
+        return self._write(pack, staging, None, written, completions, self.begin if rooms is None else rooms.of)
 
     def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
         """Return for each item of a pack the chunk digests of its source's current bytes."""
@@ -185,6 +187,7 @@ class PackWriter:
         sources: Sequence[Source] | None,
         written: Callable[[int], None] | None,
         completions: Completions | None,
+        begin: Callable[[PlannedPack], Upload] | None = None,
     ) -> WrittenPack:
         settings = self._settings
         nonfinite = NonFinite() if settings.count_nonfinite else None
@@ -197,7 +200,7 @@ class PackWriter:
                 windows.close()
             return _written_plain(pack, digests, nonfinite)
 
-        return self._upload(pack, write, completions)
+        return self._upload(pack, write, completions, begin or self.begin)
 
     def _write_coded(
         self,
@@ -221,23 +224,33 @@ class PackWriter:
             return _written_coded(pack, header, pieces)
 
         try:
-            return self._upload(pack, write, completions)
+            return self._upload(pack, write, completions, self.begin)
         finally:
             chunks.close()
 
+    def rooms(self) -> PackRooms | None:
+        """Return the uploads of a save whose copies go straight into memory of the store; None: it lends none."""
+        return PackRooms(self.begin) if self._store.traits.lends_memory else None
+
+    def begin(self, pack: PlannedPack) -> Upload:
+        """Begin the upload of a pack; errors as `Store.upload`."""
+        window_bytes, is_coded = self._settings._tuning.window_bytes, pack.plan.is_coded
+        return self._store.upload(pack.key, pack.bytes, window_bytes, folders_durable=False, may_be_less=is_coded)
+
     def _upload(
-        self, pack: PlannedPack, write: Callable[[Upload], WrittenPack], completions: Completions | None
+        self,
+        pack: PlannedPack,
+        write: Callable[[Upload], WrittenPack],
+        completions: Completions | None,
+        begin: Callable[[PlannedPack], Upload],
     ) -> WrittenPack:
         """Begin an upload, let its parts be written, and complete it; if anything fails, nothing of it is left."""
         # A file was written window by window: to complete it later would gain nothing.
         later = completions if self.sends_whole_packs else None
-        is_coded = pack.plan.is_coded
-        upload = self._store.upload(
-            pack.key, pack.bytes, self._settings._tuning.window_bytes, folders_durable=False, may_be_less=is_coded
-        )
+        upload = begin(pack)
         try:
             result = write(upload)
-            total_bytes = result.record.bytes if is_coded else None
+            total_bytes = result.record.bytes if pack.plan.is_coded else None
             if later is None:
                 with in_flight(self.meter, 0):
                     upload.complete(total_bytes)

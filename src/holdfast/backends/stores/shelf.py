@@ -1,0 +1,173 @@
+"""A store in a folder in memory (tmpfs) that uses the memory of deleted files again: a save takes one copy.
+
+An upload that has a spare (`spares.py`) hands out the memory of the file. Any other upload writes as into a file of a
+disk, since fresh pages are slower through a mapping. Their space is allocated before: a write into a mapping of a full
+file system would kill the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from holdfast.backends.stores.folders import Folders
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.local_upload import LocalUpload
+from holdfast.backends.stores.oserrors import translated
+from holdfast.backends.stores.spares import Spare, Spares
+from holdfast.backends.stores.syscalls import Syscalls, close_quietly
+from holdfast.base.clock import Clock
+from holdfast.base.ports.keys import split_key
+from holdfast.base.ports.parts import PartLedger, address_of
+from holdfast.base.ports.readable import Release
+from holdfast.errors import UnavailableError
+from holdfast.settings import MIB, Settings
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+_SPARE_BYTES_MIN = 1 * MIB
+"""Smaller files are removed: none of them is worth the calls."""
+
+_FREE_SHARE, _FREE_BYTES_MIN = 10, 64 * MIB
+"""What stays free: a tenth of the file system, or this many bytes. DataLoader workers pass batches through the same
+file system, and die of SIGBUS when it is full."""
+
+
+class ShelfUpload(LocalUpload):
+    """An upload into a file in memory. States as of `LocalUpload`."""
+
+    _flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW  # A later upload maps the file through it.
+
+    def __init__(
+        self,
+        syscalls: Syscalls,
+        folders: Folders,
+        folder: int,
+        parts: tuple[str, ...],
+        ledger: PartLedger,
+        spares: Spares,
+        *,
+        may_be_less: bool = False,
+    ) -> None:
+        """Take a spare, or create a file; arguments as of `LocalUpload`."""
+        self._spares = spares
+        self._spare: Spare | None = None
+        super().__init__(syscalls, folders, folder, parts, ledger, may_be_less=may_be_less)
+
+    def _created(self, folder: int, name: str) -> int:
+        bytes_max = self._ledger.bytes_max
+        if bytes_max >= _SPARE_BYTES_MIN:
+            with self._folders.opened(()) as root:
+                self._spare = spare = self._spares.take(root, bytes_max)
+                if spare is not None:
+                    try:
+                        # A link refuses a name that is taken. The descriptor of the spare keeps other uploads from it.
+                        self._syscalls.link(spare.name, name, dir_fd=root, new_dir_fd=folder)
+                        self._syscalls.unlink(spare.name, dir_fd=root)
+                        self._syscalls.ftruncate(spare.fd, bytes_max)
+                    except BaseException:
+                        close_quietly(self._syscalls, spare.fd)
+                        raise
+                    return spare.fd
+        return super()._created(folder, name)
+
+    def room(self, offset: int, length_bytes: int) -> memoryview | None:
+        """Return the memory of one part of a spare; None for a new file."""
+        self._ledger.check(offset, length_bytes)
+        return None if self._spare is None else self._spare.memory[offset : offset + length_bytes]
+
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
+        """Take note of a part that is in its room; write any other."""
+        memory = None if self._spare is None else self._spare.memory
+        if memory is not None and data.nbytes and address_of(data) == address_of(memory[offset : offset + 1]):
+            self._ledger.check(offset, data.nbytes)
+            self._ledger.note_written(offset, data.nbytes)
+        else:
+            super().write(offset, data, release)
+
+    def complete(self, total_bytes: int | None = None) -> None:
+        """Give the file its size, and keep the mapping of a spare for a later save."""
+        with self._using(), translated("keep", self._where, writing=True):
+            self._require_named()
+            if self._spare is not None:
+                self._spares.keep(self._fd, self._spare.memory)
+        super().complete(total_bytes)
+
+    def _require_named(self) -> None:
+        """Require the file under its name: one that another process removed may have the name of a spare now."""
+        with suppress(FileNotFoundError), self._folders.opened(self._parts[:-1]) as folder:
+            status = self._syscalls.stat(self._parts[-1], dir_fd=folder)
+            if os.path.samestat(status, self._syscalls.fstat(self._fd)):
+                return
+        raise UnavailableError(f"{self._where}: another process removed it while it was written")
+
+
+class ShelfStore(LocalStore):
+    """Keys to files beneath a folder on tmpfs.
+
+    A file has one name: a file with two can never be used again.
+    """
+
+    traits = replace(LocalStore.traits, lends_memory=True)
+    _is_in_memory = True
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        settings: Settings,
+        mode_from: Sequence[str] = (),
+        syscalls: Syscalls | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Set the root; arguments as of `LocalStore`."""
+        super().__init__(root, settings=settings, mode_from=mode_from, syscalls=syscalls, clock=clock)
+        self._spares = Spares(self._folders, self._syscalls, self._clock)
+
+    def _begun(self, folder: int, parts: tuple[str, ...], ledger: PartLedger, *, may_be_less: bool) -> LocalUpload:
+        return ShelfUpload(self._syscalls, self._folders, folder, parts, ledger, self._spares, may_be_less=may_be_less)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; large ones become spares, of at most as many bytes as the objects that stay."""
+        keys = list(keys)
+        for key in keys:
+            parts = split_key(key)
+            with (
+                translated("delete", self._where(key)),
+                suppress(FileNotFoundError),
+                self._folders.opened(parts[:-1]) as folder,
+            ):
+                if self._syscalls.stat(parts[-1], dir_fd=folder).st_size >= _SPARE_BYTES_MIN:
+                    self._spares.retire(folder, parts[-1])
+        super().delete(keys)
+        with translated("clean up", self.url):
+            self._spares.trim(sum(entry.bytes for entry in self.list()))
+
+    def link(self, key: str, new_key: str) -> bool:
+        """Return False."""
+        split_key(new_key)
+        self.size(key)
+        return False
+
+    def free_bytes(self) -> int | None:
+        """Return the free bytes of the file system and of spares, less those that stay free for others."""
+        try:
+            found = os.statvfs(self.url)
+        except OSError:
+            return None
+        stays = max(found.f_blocks * found.f_frsize // _FREE_SHARE, _FREE_BYTES_MIN)
+        return max(found.f_bavail * found.f_frsize + self._spares.bytes() - stays, 0)
+
+
+def is_in_memory(path: str) -> bool:
+    """Return whether a folder, which need not exist yet, is on a file system in memory."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    around = [(place, kind) for place, kind in mounts if os.path.commonpath([path, place]) == place]
+    # Of two mounts at one place the later one is seen.
+    return bool(around) and max(enumerate(around), key=lambda each: (len(each[1][0]), each[0]))[1][1] in _IN_MEMORY

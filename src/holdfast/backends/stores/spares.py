@@ -1,0 +1,154 @@
+"""Files in memory that nothing names any more, kept so that the next upload writes into their pages.
+
+A fresh page of tmpfs is cleared and mapped before it is written: three times the time of the copy. A file that is
+deleted becomes a spare under a hidden name, and an upload takes the smallest spare that holds its object:
+
+    pack -> spare (`retire`, before its deletion) -> pack of a new key (`take`, then a link of the upload)
+    spare -> gone (`trim`)
+
+No byte changes under a reader: an upload takes a spare only if the kernel grants a write lease, which it refuses while
+any other descriptor or mapping of the file exists in any process, and if the file has one name. Readers cannot open a
+spare by its name, since no listing and no manifest has it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+
+from holdfast.backends.stores.folders import Folders
+from holdfast.backends.stores.syscalls import Syscalls, close_quietly
+from holdfast.base.clock import Clock
+
+_log = logging.getLogger(__name__)
+
+PREFIX = ".spare-"
+"""Begins the hidden names, in the root of the store."""
+
+_REFUSED = {errno.EAGAIN, errno.EACCES}
+_Inode = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A spare that no other process has open; its descriptor keeps others from it."""
+
+    name: str
+    """Its hidden name."""
+
+    fd: int
+    """An own descriptor, to be closed by the taker."""
+
+    memory: memoryview
+    """All bytes of the file."""
+
+
+class Spares:
+    """The spares of one store. Any thread may call."""
+
+    def __init__(self, folders: Folders, syscalls: Syscalls, clock: Clock) -> None:
+        """Do no I/O."""
+        self._folders, self._syscalls, self._clock = folders, syscalls, clock
+        self._lock = threading.Lock()
+        self._kept: dict[_Inode, tuple[int, memoryview]] = {}
+        """Files of earlier uploads of this process, each with a descriptor and its mapping: mapping takes as long as
+        the copy."""
+        self._has_leases = True
+        weakref.finalize(self, _close_all, self._kept, syscalls).atexit = False
+
+    def keep(self, fd: int, memory: memoryview) -> None:
+        """Keep the mapping of a completed upload, in case the file becomes a spare."""
+        status = self._syscalls.fstat(fd)
+        with self._lock:
+            for inode, (kept, _) in list(self._kept.items()):
+                if not self._syscalls.fstat(kept).st_nlink:
+                    self._forget(inode)
+            self._kept[status.st_dev, status.st_ino] = self._syscalls.duplicate(fd), memory
+
+    def _forget(self, inode: _Inode) -> None:
+        fd, _ = self._kept.pop(inode)
+        close_quietly(self._syscalls, fd)
+
+    def retire(self, folder: int, name: str) -> None:
+        """Give a file a hidden name too; the caller then removes the other one."""
+        if self._has_leases:
+            with self._folders.opened(()) as root, suppress(FileNotFoundError):
+                hidden = PREFIX + self._clock.random_bytes(12).hex()
+                self._syscalls.link(name, hidden, dir_fd=folder, new_dir_fd=root)
+
+    def bytes(self) -> int:
+        """Return the bytes of all spares."""
+        with suppress(FileNotFoundError), self._folders.opened(()) as root:
+            return sum(status.st_size for status in self._found(root).values())
+        return 0
+
+    def trim(self, bytes_max: int) -> None:
+        """Remove spares, the largest first, until they have at most so many bytes."""
+        with suppress(FileNotFoundError), self._folders.opened(()) as root:
+            found = sorted(self._found(root).items(), key=lambda each: each[1].st_size)
+            most = bytes_max if self._has_leases else 0
+            while found and sum(status.st_size for _, status in found) > most:
+                with suppress(FileNotFoundError):
+                    self._syscalls.unlink(found.pop()[0], dir_fd=root)
+
+    def take(self, root: int, bytes_min: int) -> Spare | None:
+        """Return a spare of at least so many bytes that no other process has open; None if there is none."""
+        found = [(name, status) for name, status in self._found(root).items() if status.st_size >= bytes_min]
+        # One whose mapping is kept before any other: of several ranks each takes its own.
+        for name, status in sorted(
+            found, key=lambda each: ((each[1].st_dev, each[1].st_ino) not in self._kept, each[1].st_size)
+        ):
+            with suppress(FileNotFoundError):
+                if self._has_leases and (spare := self._taken(root, name, (status.st_dev, status.st_ino))) is not None:
+                    return spare
+        return None
+
+    def _taken(self, root: int, name: str, inode: _Inode) -> Spare | None:
+        with self._lock:
+            kept = self._kept.pop(inode, None)
+        fd = self._syscalls.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=root) if kept is None else kept[0]
+        try:
+            status = self._syscalls.fstat(fd)
+            if self._is_alone(fd) and status.st_nlink == 1 and (status.st_dev, status.st_ino) == inode:
+                memory = memoryview(self._syscalls.map_shared(fd, status.st_size)) if kept is None else kept[1]
+                spare, fd = Spare(name, fd, memory), -1
+                return spare
+        finally:
+            if fd >= 0:
+                close_quietly(self._syscalls, fd)
+        return None
+
+    def _is_alone(self, fd: int) -> bool:
+        """Return whether this descriptor, with its mapping, is the only one of the file in any process."""
+        try:
+            self._syscalls.lease(fd, fcntl.F_WRLCK)
+        except OSError as refusal:
+            if refusal.errno not in _REFUSED:
+                self._has_leases = False
+                _log.warning(
+                    "memory of deleted files is not used again: the kernel grants no leases (%s). Saves into memory "
+                    "take fresh pages, which is slower",
+                    refusal,
+                )
+            return False
+        self._syscalls.lease(fd, fcntl.F_UNLCK)
+        return True
+
+    def _found(self, root: int) -> dict[str, os.stat_result]:
+        found = {}
+        for name in self._syscalls.listdir(root):
+            if name.startswith(PREFIX):
+                with suppress(FileNotFoundError):
+                    found[name] = self._syscalls.stat(name, dir_fd=root)
+        return found
+
+
+def _close_all(kept: dict[_Inode, tuple[int, memoryview]], syscalls: Syscalls) -> None:
+    while kept:
+        close_quietly(syscalls, kept.popitem()[1][0])
