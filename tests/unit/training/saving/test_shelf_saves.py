@@ -58,7 +58,9 @@ def values_of(state: dict[str, object]) -> set[float]:
 
 
 def packs_in(near: Path) -> set[int]:
-    return {path.stat().st_ino for path in near.rglob("*.safetensors")}
+    # Not `rglob`, which fails where a collection removes a folder.
+    found = (os.path.join(folder, name) for folder, _, names in os.walk(near) for name in names)
+    return {os.stat(path).st_ino for path in found if path.endswith(".safetensors") and os.path.exists(path)}
 
 
 def await_collection(run: holdfast.CheckpointManager, near: Path, step: int) -> None:
