@@ -6,14 +6,19 @@ import logging
 import os
 
 from holdfast._face import wiring
+from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.shelf import is_in_memory
 from holdfast.base.ports.store import Store
+from holdfast.core.engine.memory_limits import memory_domains
 from holdfast.errors import InvalidError
 from holdfast.policies import Tier
 from holdfast.settings import Differential, Settings
 from holdfast.training.runs.tiers.near import NearPlace
 
 logger = logging.getLogger(__name__)
+
+_MEMORY_SHARE = 4
+"""A near tier in memory takes a quarter: training and DataLoader workers need the rest."""
 
 
 def near_at(tier: object, root: Store, settings: Settings, differential: Differential | None = None) -> NearPlace:
@@ -57,4 +62,16 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
     is_memory = is_in_memory(path)
     keep_last = tier.keep_last if tier.keep_last is not None else 1 if is_memory else 2
     assert not isinstance(tier.every, int), "the tier has made a policy of a number"
-    return NearPlace(wiring.near_store_at(path, settings), tier.every, keep_last, tier.bytes_max, is_memory)
+    store = wiring.near_store_at(path, settings)
+    bytes_max = tier.bytes_max
+    if is_memory and bytes_max is None:
+        bytes_max = _memory_for(store)
+    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory)
+
+
+def _memory_for(store: LocalStore) -> int:
+    """Return how many bytes a near tier in memory may have, since the caller does not say."""
+    os.makedirs(store.url, mode=0o700, exist_ok=True)
+    held = sum(entry.bytes for entry in store.list())
+    on_mount, on_host = store.free_bytes() or 0, min(domain.free_bytes for domain in memory_domains())
+    return (min(on_mount, on_host) + held) // _MEMORY_SHARE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import holdfast
 from holdfast.backends.stores.shelf import ShelfStore, ShelfUpload
 from holdfast.backends.stores.spares import PREFIX
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.settings import Settings
+from holdfast.settings import MIB, Settings
 
 COUNT = 1 << 20
 pytestmark = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to")
@@ -174,3 +175,26 @@ def test_the_end_of_a_job_leaves_no_memory_behind(tmp_path: Path, near: Path) ->
     found = model_and_optimizer(0.0)
     holdfast.load(tmp_path / "root", found, step="latest")
     assert values_of(found) == {3.0}
+
+
+def test_a_near_tier_in_memory_takes_a_quarter_of_what_is_free_and_says_so(
+    tmp_path: Path, near: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), manager(tmp_path / "root", near) as run:
+        place = run._near._place  # type: ignore[union-attr]
+        assert isinstance(place.store, ShelfStore) and place.bytes_max is not None
+        free = place.store.free_bytes()
+        assert free is not None and place.bytes_max <= free // 4 + MIB
+        assert "takes up to" in caplog.text and "needs 2 times the bytes of a step" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(ShelfStore, "free_bytes", lambda store: 16 * MIB)
+    with caplog.at_level(logging.WARNING), manager(tmp_path / "root", near) as run:
+        assert "takes up to 4.0 MiB" in caplog.text and "--shm-size" in caplog.text
+        run.load(model_and_optimizer(0.0))
+        run.maybe_save(1, model_and_optimizer(1.0))
+        run.wait()
+        handle = run.maybe_save(2, model_and_optimizer(2.0))
+        assert handle is not None
+        with pytest.raises(UnavailableError, match="raise bytes_max"):
+            handle.wait("near")
+        run.close(wait=False)

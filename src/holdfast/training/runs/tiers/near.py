@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.base.ports.store import Store
-from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three, shown_bytes
 from holdfast.policies import AnyOf, KeepPolicy, LatestN, SavePolicy, Tagged
+from holdfast.settings import MIB
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.stored.repository.near_tier import empty_near, read_near, require_same_run
 from holdfast.stored.repository.two_roots import TwoRoots
@@ -28,6 +29,8 @@ from holdfast.training.telemetry.dispatcher import EventDispatcher
 logger = logging.getLogger(__name__)
 
 _LATE_RELEASE_SECONDS = 0.2
+_FEW_BYTES = 64 * MIB
+"""A near tier in memory of fewer bytes is most likely a small mount."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,15 @@ class NearTier:
         self.drain = Drain(job, run, self.parts, root, keep, dispatcher)
         """Copies due steps to the root."""
         self.room = NearRoom(place.store, place.bytes_max)
+        if place.is_memory and place.bytes_max is not None and job.comm.rank == 0:
+            logger.log(
+                logging.INFO if place.bytes_max >= _FEW_BYTES else logging.WARNING,
+                "%s: the near tier is in memory, and takes up to %s; it needs %d times the bytes of a step. More: "
+                "Tier(bytes_max=…); a larger /dev/shm (docker run --shm-size, sizeLimit of an emptyDir)",
+                place.store.url,
+                shown_bytes(place.bytes_max),
+                place.keep_last + 1,
+            )
         """Whether the next step has a place near."""
         self.parts.may_collect = lambda: self.drain.has_adopted
         self.parts.on_commit = self._note_commit
