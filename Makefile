@@ -21,6 +21,7 @@
 #   make bench-tiers   saves into a near tier and loads beside a plain root, requests to the root, training beside a drain;
 #                   drains to Ceph, which it installs and starts (15 minutes, 16 GiB of memory); QUICK=1, ONLY=disk or
 #                   ONLY=store
+#   make bench-memory  saves into a near tier in memory beside one copy of the state and a disk (3 minutes); QUICK=1
 #   make bench-data   speed of the loader, cost of the data position, and resumes on other ranks beside torchdata,
 #                   datasets, Grain and litdata (about 15 minutes); QUICK=1, ONLY=loader_1k,rivals
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
@@ -53,7 +54,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-tiers bench-data bench-compare integrations interop fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-tiers bench-memory bench-data bench-compare integrations interop fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -139,6 +140,10 @@ bench-tiers: $(READY)
 	@test "$(ONLY)" = store || QUICK=$(QUICK) $(PY) -m bench.tiers
 	@test "$(ONLY)" = disk || QUICK=$(QUICK) $(PY) -m tests.servers.beside \
 	    $(PY) -m bench.tiers '{url}' --server '{server}'
+
+bench-memory: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,bench]'
+	@QUICK=$(QUICK) $(PY) -m bench.shelf
 
 bench-scale: $(READY)
 	@$(PY) -m bench.scale

@@ -170,6 +170,13 @@ GOALS = (
     _less("drain_cpu_vs_save", "near tier, drain to an object store: processor time ÷ a save straight there", 0.8, 1.1),
     _less("drain_slowdown", "time of steps beside a drain of 256 MiB to a disk every 10 s ÷ without", 1.01, 1.05),
     _less("drain_slowdown_store", "the same, drain to an object store that runs on the same cores", 1.01, 1.05),
+    _less(
+        "shelf_save_vs_memcpy", "near tier in memory, save until it is there, hashed ÷ one copy of its bytes", 1.5, 1.9
+    ),
+    _less("shelf_cpu_vs_disk", "the same save, processor time ÷ a save to a disk", 0.75, 0.9),
+    _less("stall_copy_vs_memcpy", "time that a save into memory blocks training ÷ one copy of its bytes", 1.1, 1.3),
+    _more("recover_vs_disk", "load from a near tier in memory: speed ÷ a cold load from a disk", 1.8, 1.4),
+    _more("recover_cpu_vs_disk", "the same load, processor time of the disk's ÷ its own", 1.2, 1.05),
     _more(
         "ratio_state",
         "compressed: bytes of a bf16 state, 14 a parameter ÷ bytes of the checkpoint",

@@ -78,7 +78,7 @@ class LocalUpload:
         self._fd = self._created(folder, parts[-1])
         try:
             self._direct = switch_to_direct(syscalls, self._fd)
-            reserve_space(syscalls, self._fd, ledger.bytes_max, is_bound=may_be_less)
+            self._reserve(ledger.bytes_max, may_be_less=may_be_less)
         except BaseException:
             try:
                 self._remove()
@@ -88,6 +88,9 @@ class LocalUpload:
 
     def _created(self, folder: int, name: str) -> int:
         return self._folders.create(name, self._flags, folder=folder)
+
+    def _reserve(self, bytes_max: int, *, may_be_less: bool) -> None:
+        reserve_space(self._syscalls, self._fd, bytes_max, is_bound=may_be_less)
 
     def room(self, offset: int, length_bytes: int) -> memoryview | None:
         """Return None: a file takes bytes from any memory."""

@@ -28,6 +28,9 @@ from holdfast.settings import MIB, Settings
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 
+_BLOCK_BYTES = 512
+"""The unit of `st_blocks`."""
+
 _SPARE_BYTES_MIN = 1 * MIB
 """Smaller files are removed: none of them is worth the calls."""
 
@@ -73,6 +76,14 @@ class ShelfUpload(LocalUpload):
                         raise
                     return spare.fd
         return super()._created(folder, name)
+
+    def _reserve(self, bytes_max: int, *, may_be_less: bool) -> None:
+        """Allocate the space: of a spare only if it has holes, since the call looks at each page."""
+        if self._spare is None:
+            super()._reserve(bytes_max, may_be_less=may_be_less)
+        elif self._syscalls.fstat(self._fd).st_blocks * _BLOCK_BYTES < bytes_max:
+            # No less: a write into a hole of a full file system kills the process.
+            super()._reserve(bytes_max, may_be_less=False)
 
     def room(self, offset: int, length_bytes: int) -> memoryview | None:
         """Return the memory of one part of a spare; None for a new file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -240,3 +241,32 @@ def test_all_bytes_count_as_cached(folder: Path) -> None:
     targets = [memoryview(bytearray(1000)), memoryview(bytearray(COUNT - 1500))]
     assert place.get_cached("1", 500, targets) == COUNT - 500
     assert b"".join(map(bytes, targets)) == content(1)[500:]
+
+
+def test_a_spare_with_holes_gets_its_space_before_its_memory_is_lent(folder: Path) -> None:
+    seen: list[int] = []
+
+    class Counted(Syscalls):
+        def fallocate(self, fd: int, total_bytes: int) -> None:
+            seen.append(total_bytes)
+            super().fallocate(fd, total_bytes)
+
+        def map_shared(self, fd: int, total_bytes: int) -> mmap.mmap:
+            return mmap.mmap(fd, total_bytes)  # As a kernel without space to fill the holes.
+
+    place = shelf(folder, Counted())
+    store(place, "1", content(1))
+    retire(place, "1")
+    seen.clear()
+    upload = place.upload("2", COUNT, PART)
+    assert seen == [] and upload.room(0, PART) is not None
+    upload.abort()
+
+    (folder / "3").touch()
+    os.truncate(folder / "3", COUNT)  # As a killed writer leaves a file whose space was not reserved.
+    retire(place, "3")
+    seen.clear()
+    upload = place.upload("4", COUNT, PART)
+    assert seen == [COUNT] and upload.room(0, PART) is not None
+    assert (folder / "4").stat().st_blocks * 512 >= COUNT
+    upload.abort()
