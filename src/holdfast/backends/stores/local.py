@@ -77,6 +77,7 @@ class LocalStore(FileReading, Store):
         self._syscalls = syscalls or Syscalls()
         self._clock = clock or SystemClock()
         self._folders = Folders(root, self._syscalls, self._clock, settings.file_mode, mode_from)
+        self._begin_upload: Callable[..., LocalUpload] = LocalUpload
 
     def found_mode(self) -> int | None:
         """Return the permission bits of the files that are there already; None if there are none that count."""
@@ -116,13 +117,12 @@ class LocalStore(FileReading, Store):
         with translated("begin", where, writing=True):
             upload = self._in_folder(
                 parts[:-1],
-                lambda folder: self._begun(folder, parts, ledger, may_be_less=may_be_less),
+                lambda folder: self._begin_upload(
+                    self._syscalls, self._folders, folder, parts, ledger, may_be_less=may_be_less
+                ),
             )
         upload.makes_folders_durable = folders_durable
         return upload
-
-    def _begun(self, folder: int, parts: tuple[str, ...], ledger: PartLedger, *, may_be_less: bool) -> LocalUpload:
-        return LocalUpload(self._syscalls, self._folders, folder, parts, ledger, may_be_less=may_be_less)
 
     def sync(self, prefix: str) -> None:
         """Make durable the entries of a folder and of those above it, up to the root."""

@@ -37,8 +37,6 @@ _SHORT_WRITES_MAX = 8
 class LocalUpload:
     """A file under its final name; not to be trusted before `complete` has returned."""
 
-    _flags = NEW
-
     def __init__(
         self,
         syscalls: Syscalls,
@@ -48,6 +46,8 @@ class LocalUpload:
         ledger: PartLedger,
         *,
         may_be_less: bool = False,
+        fd: int | None = None,
+        is_allocated: bool = False,
     ) -> None:
         """Create the file in the open `folder` and reserve its space; if that fails, remove the file.
 
@@ -58,6 +58,8 @@ class LocalUpload:
             parts: Parts of the key.
             ledger: Sizes and place of the object; no part is written yet.
             may_be_less: Whether the file may become smaller than that.
+            fd: The file, if it is there under its name; the upload closes the descriptor.
+            is_allocated: Whether that file has its space.
         """
         self._syscalls = syscalls
         self._folders = folders
@@ -75,22 +77,17 @@ class LocalUpload:
         self._removed = False
         self._distrust = ""
         self._identity: os.stat_result | None = None
-        self._fd = self._created(folder, parts[-1])
+        self._fd = folders.create(parts[-1], NEW, folder=folder) if fd is None else fd
         try:
             self._direct = switch_to_direct(syscalls, self._fd)
-            self._reserve(ledger.bytes_max, may_be_less=may_be_less)
+            if not is_allocated:
+                reserve_space(syscalls, self._fd, ledger.bytes_max, is_bound=may_be_less)
         except BaseException:
             try:
                 self._remove()
             except OSError as error:
                 _log.warning("left %s behind: %s; no manifest names it", self._where, error)
             raise
-
-    def _created(self, folder: int, name: str) -> int:
-        return self._folders.create(name, self._flags, folder=folder)
-
-    def _reserve(self, bytes_max: int, *, may_be_less: bool) -> None:
-        reserve_space(self._syscalls, self._fd, bytes_max, is_bound=may_be_less)
 
     def room(self, offset: int, length_bytes: int) -> memoryview | None:
         """Return None: a file takes bytes from any memory."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from holdfast.backends.stores.folders import Folders
@@ -42,8 +43,6 @@ file system, and die of SIGBUS when it is full."""
 class ShelfUpload(LocalUpload):
     """An upload into a file in memory. States as of `LocalUpload`."""
 
-    _flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW  # A later upload maps the file through it.
-
     def __init__(
         self,
         syscalls: Syscalls,
@@ -51,48 +50,32 @@ class ShelfUpload(LocalUpload):
         folder: int,
         parts: tuple[str, ...],
         ledger: PartLedger,
-        spares: Spares,
         *,
+        spares: Spares,
         may_be_less: bool = False,
     ) -> None:
         """Take a spare, or create a file; arguments as of `LocalUpload`."""
         self._spares = spares
-        self._spare: Spare | None = None
-        super().__init__(syscalls, folders, folder, parts, ledger, may_be_less=may_be_less)
-
-    def _created(self, folder: int, name: str) -> int:
-        bytes_max = self._ledger.bytes_max
-        if bytes_max >= _SPARE_BYTES_MIN:
-            with self._folders.opened(()) as root:
-                self._spare = spare = self._spares.take(root, bytes_max)
+        spare = fd = None
+        if ledger.bytes_max >= _SPARE_BYTES_MIN:
+            with folders.opened(()) as root:
+                spare = spares.take(root, ledger.bytes_max)
                 if spare is not None:
-                    try:
-                        # A link refuses a name that is taken. The descriptor of the spare keeps other uploads from it.
-                        self._syscalls.link(spare.name, name, dir_fd=root, new_dir_fd=folder)
-                        self._syscalls.unlink(spare.name, dir_fd=root)
-                        self._syscalls.ftruncate(spare.fd, bytes_max)
-                    except BaseException:
-                        close_quietly(self._syscalls, spare.fd)
-                        raise
-                    return spare.fd
-        return super()._created(folder, name)
-
-    def _reserve(self, bytes_max: int, *, may_be_less: bool) -> None:
-        """Allocate the space: of a spare only if it has holes, since the call looks at each page."""
-        if self._spare is None:
-            super()._reserve(bytes_max, may_be_less=may_be_less)
-        elif self._syscalls.fstat(self._fd).st_blocks * _BLOCK_BYTES < bytes_max:
-            # No less: a write into a hole of a full file system kills the process.
-            super()._reserve(bytes_max, may_be_less=False)
+                    fd = _named(syscalls, root, spare, folder, parts[-1], ledger.bytes_max)
+        # Not through a mapping into a hole: if the file system is full, that kills the process.
+        is_allocated = fd is not None and syscalls.fstat(fd).st_blocks * _BLOCK_BYTES >= ledger.bytes_max
+        self._memory = spare.memory if spare is not None and is_allocated else None
+        options = {"may_be_less": may_be_less, "is_allocated": is_allocated}
+        super().__init__(syscalls, folders, folder, parts, ledger, fd=fd, **options)
 
     def room(self, offset: int, length_bytes: int) -> memoryview | None:
         """Return the memory of one part of a spare; None for a new file."""
         self._ledger.check(offset, length_bytes)
-        return None if self._spare is None else self._spare.memory[offset : offset + length_bytes]
+        return None if self._memory is None else self._memory[offset : offset + length_bytes]
 
     def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
         """Take note of a part that is in its room; write any other."""
-        memory = None if self._spare is None else self._spare.memory
+        memory = self._memory
         if memory is not None and data.nbytes and address_of(data) == address_of(memory[offset : offset + 1]):
             self._ledger.check(offset, data.nbytes)
             self._ledger.note_written(offset, data.nbytes)
@@ -103,8 +86,8 @@ class ShelfUpload(LocalUpload):
         """Give the file its size, and keep the mapping of a spare for a later save."""
         with self._using(), translated("keep", self._where, writing=True):
             self._require_named()
-            if self._spare is not None:
-                self._spares.keep(self._fd, self._spare.memory)
+            if self._memory is not None:
+                self._spares.keep(self._fd, self._memory)
         super().complete(total_bytes)
 
     def _require_named(self) -> None:
@@ -114,6 +97,19 @@ class ShelfUpload(LocalUpload):
             if os.path.samestat(status, self._syscalls.fstat(self._fd)):
                 return
         raise UnavailableError(f"{self._where}: another process removed it while it was written")
+
+
+def _named(syscalls: Syscalls, root: int, spare: Spare, folder: int, name: str, total_bytes: int) -> int:
+    """Give a spare the name and the size of an upload; return its descriptor."""
+    try:
+        # A link refuses a name that is taken. The descriptor of the spare keeps other uploads from it.
+        syscalls.link(spare.name, name, dir_fd=root, new_dir_fd=folder)
+        syscalls.unlink(spare.name, dir_fd=root)
+        syscalls.ftruncate(spare.fd, total_bytes)
+    except BaseException:
+        close_quietly(syscalls, spare.fd)
+        raise
+    return spare.fd
 
 
 class ShelfStore(LocalStore):
@@ -137,9 +133,7 @@ class ShelfStore(LocalStore):
         """Set the root; arguments as of `LocalStore`."""
         super().__init__(root, settings=settings, mode_from=mode_from, syscalls=syscalls, clock=clock)
         self._spares = Spares(self._folders, self._syscalls, self._clock)
-
-    def _begun(self, folder: int, parts: tuple[str, ...], ledger: PartLedger, *, may_be_less: bool) -> LocalUpload:
-        return ShelfUpload(self._syscalls, self._folders, folder, parts, ledger, self._spares, may_be_less=may_be_less)
+        self._begin_upload = partial(ShelfUpload, spares=self._spares)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; large ones become spares, of at most as many bytes as the objects that stay."""

@@ -19,6 +19,7 @@ class PackRooms:
             begin: Begins the upload of a pack.
         """
         self._begin, self._uploads = begin, dict[str, Upload]()
+        # Threads of saves alone take the lock: a handler of a signal runs on none of them.
         self._lock = threading.Lock()
 
     def of(self, pack: PlannedPack) -> Upload:

@@ -16,6 +16,7 @@ from holdfast.base.types.reports import Staged
 from holdfast.core.engine.background import DAEMON_POOL, SLICE_SECONDS, are_done, wait_in_slices
 from holdfast.core.engine.encoding.encode import NO_WEIGHTS, KnownWeights
 from holdfast.core.engine.gc_pause import gc_paused_for
+from holdfast.core.engine.rooms import PackRooms
 from holdfast.core.engine.staging import Staging
 from holdfast.core.engine.writing.completions import Completions
 from holdfast.core.engine.writing.write import PackWriter, WrittenPack
@@ -76,7 +77,7 @@ class Transfer:
         self._on_written, self._weights = on_written, weights
         self._stall_seconds = job.stall_seconds + _capped_seconds(packs, writer, job)
         """After this time without a written byte the save counts as hung."""
-        self._rooms = writer.rooms()
+        self._rooms = PackRooms(writer.begin) if writer.lends_memory else None
         self._staging = Staging(job.arena, rooms=self._rooms)
         self._written: list[WrittenPack] | None = None
         self._has_left_write = False

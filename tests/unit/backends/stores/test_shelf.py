@@ -243,7 +243,7 @@ def test_all_bytes_count_as_cached(folder: Path) -> None:
     assert b"".join(map(bytes, targets)) == content(1)[500:]
 
 
-def test_a_spare_with_holes_gets_its_space_before_its_memory_is_lent(folder: Path) -> None:
+def test_the_memory_of_a_spare_with_holes_is_not_lent(folder: Path) -> None:
     seen: list[int] = []
 
     class Counted(Syscalls):
@@ -267,6 +267,6 @@ def test_a_spare_with_holes_gets_its_space_before_its_memory_is_lent(folder: Pat
     retire(place, "3")
     seen.clear()
     upload = place.upload("4", COUNT, PART)
-    assert seen == [COUNT] and upload.room(0, PART) is not None
+    assert seen == [COUNT] and upload.room(0, PART) is None, "written by calls"
     assert (folder / "4").stat().st_blocks * 512 >= COUNT
     upload.abort()

@@ -24,7 +24,6 @@ from holdfast.core.engine.encoding.meter import SaveMeter
 from holdfast.core.engine.encoding.probe import ChunkProbe, Prepare
 from holdfast.core.engine.encoding.raw_chunks import RawChunks
 from holdfast.core.engine.nonfinite import NonFinite
-from holdfast.core.engine.rooms import PackRooms
 from holdfast.core.engine.staging import Staging
 from holdfast.core.engine.stream import Scratch, stream
 from holdfast.core.engine.writing.completions import Completions, in_flight
@@ -79,6 +78,10 @@ class PackWriter:
         self.meter: SaveMeter | None = None
         """Measures what this writer does; None: nothing does."""
         self._probe: ChunkProbe | None = None
+        self.sends_whole_packs = store.traits.appears_whole
+        """Whether the store gets a pack in one request, when the pack is complete."""
+        self.lends_memory = store.traits.lends_memory
+        """Whether copies of the state may go straight into memory of the store."""
 
     def sampler(self, weight_types: Mapping[str, str], codec_for: Callable[[str], str]) -> Prepare:
         """Return what codes samples as this writer codes chunks; arguments as `Encoder.sampler`."""
@@ -100,11 +103,6 @@ class PackWriter:
     def chunk_bytes(self) -> int:
         """Raw bytes of each chunk but the last of a piece."""
         return self._settings.chunk_bytes
-
-    @property
-    def sends_whole_packs(self) -> bool:
-        """Whether the store gets a pack in one request, when the pack is complete."""
-        return self._store.traits.appears_whole
 
     def through(self, store: Store) -> PackWriter:
         """Return a writer with the same buffers that writes through another view of the store."""
@@ -227,10 +225,6 @@ class PackWriter:
             return self._upload(pack, write, completions, self.begin)
         finally:
             chunks.close()
-
-    def rooms(self) -> PackRooms | None:
-        """Return the uploads of a save whose copies go straight into memory of the store; None: it lends none."""
-        return PackRooms(self.begin) if self._store.traits.lends_memory else None
 
     def begin(self, pack: PlannedPack) -> Upload:
         """Begin the upload of a pack; errors as `Store.upload`."""
