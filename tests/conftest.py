@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.servers.server import Server
 from tests.support.object_server import VARIABLES, ObjectServer, object_server
+from tests.support.server_folders import ServerFolder
 
 # c10d looks up the names of both ends of every connection, on the key-value store's only thread too, and glibc's
 # `files` does not know IPv4-mapped 127.0.0.1: a name server that loses a packet stalls all ranks for its 5 s.
@@ -80,3 +82,28 @@ def objects(_object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Ob
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     return _object_server
+
+
+@pytest.fixture(scope="session")
+def _tier_server() -> Iterator[Server | None]:
+    name = os.environ.get("TIER_ROOT_ON")
+    if not name:
+        yield None
+        return
+    from tests.campaign.server_parts import SERVERS
+
+    with SERVERS[name]() as server:
+        yield server
+
+
+@pytest.fixture
+def tier_root(_tier_server: Server | None, tmp_path: Path) -> Iterator[Path | ServerFolder]:
+    """Return the root of a run with a near tier: a folder, or on the server that `make campaign-tiers` names."""
+    if _tier_server is None:
+        yield tmp_path / "root"
+        return
+    # Not by the fixture of the test, which may undo its patches before the end.
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _tier_server.environment.items():
+            patch.setenv(name, value)
+        yield ServerFolder.at(_tier_server, _tier_server.new_url())

@@ -10,12 +10,14 @@ from tempfile import mkdtemp
 import pytest
 
 import holdfast
+from holdfast._face.wiring import store_at
 from holdfast.backends.stores.local import LocalStore
 from holdfast.errors import ConflictError, UnavailableError
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.epochs import newest_epoch, read_heartbeat, require_newest
 from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.runs.tiers.drain import Drain
+from tests.support.server_folders import ServerFolder
 from tests.unit.training.runs.tiers.test_near_tier import (
     SETTINGS,
     Place,
@@ -32,10 +34,10 @@ __all__ = ["place"]
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Place]:
+def memory(tier_root: Path | ServerFolder) -> Iterator[Place]:
     """Return the places of a run whose near tier is in memory."""
     folder = Path(mkdtemp(dir="/dev/shm"))
-    yield Place(tmp_path / "root", folder / "near")
+    yield Place(tier_root, folder / "near")
     shutil.rmtree(folder)
 
 
@@ -154,10 +156,8 @@ def test_a_near_tier_that_is_gone_stops_neither_saves_into_the_root_nor_the_hear
     with place.manager() as manager:
         loaded(manager)
         train(manager, 10)
-        root, number = (
-            LocalStore(place.root, settings=SETTINGS),
-            newest_epoch(LocalStore(place.root, settings=SETTINGS)),
-        )
+        root = store_at(place.root, SETTINGS)
+        number = newest_epoch(root)
 
         originals = {
             name: getattr(LocalStore, name) for name in ("get", "put", "put_if_absent", "list", "folders", "size")
@@ -190,7 +190,7 @@ def test_a_writer_that_died_between_the_places_leaves_no_hole(place: Place) -> N
         loaded(manager)
         train(manager, 10)
         manager.close(wait=False)
-    near, root = (LocalStore(path, settings=SETTINGS) for path in (place.near, place.root))
+    near, root = (store_at(path, SETTINGS) for path in (place.near, place.root))
     data = (place.root / "epochs/000000000001.json").read_bytes()
     dead = WriterLease(root, manager._job.clock, 5.0)  # It took epoch 2 at the root, and died.
     dead.hold(str(data))

@@ -14,21 +14,20 @@ import holdfast
 from holdfast.errors import CorruptError
 from holdfast.policies import LatestN
 from holdfast.stored.repository.timelines import run_timelines
+from tests.support.server_folders import ServerFolder, remove_tree
 from tests.unit.training.runs.tiers.test_near_tier import (
     COUNT,
     Place,
     flip,
     loaded,
     packs_of,
+    place,
     state_of,
     steps_in,
     train,
 )
 
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path / "root", tmp_path / "near")
+__all__ = ["place"]
 
 
 @contextmanager
@@ -47,7 +46,7 @@ def trained(place: Place, *steps: int) -> None:
         manager.close(wait=False)
 
 
-def tags_in(root: Path) -> list[str]:
+def tags_in(root: Path | ServerFolder) -> list[str]:
     return sorted(path.stem for path in root.glob("tags/*.json"))
 
 
@@ -69,7 +68,7 @@ def test_a_tag_that_was_removed_while_the_near_tier_was_away_stays_removed(place
 def test_a_root_that_is_given_back_has_the_tags_again(place: Place) -> None:
     trained(place, 10, 20)
     holdfast.api.tag(place.root, 10, "best")
-    shutil.rmtree(place.root)
+    remove_tree(place.root)
     assert holdfast.api.drain(str(place.near)).steps == (10, 20)
     assert tags_in(place.root) == ["best"]
 
@@ -77,7 +76,7 @@ def test_a_root_that_is_given_back_has_the_tags_again(place: Place) -> None:
 @pytest.mark.parametrize("damaged", ["manifest", "pack"])
 def test_a_step_that_is_damaged_near_does_not_keep_others_from_the_drain(place: Place, damaged: str) -> None:
     trained(place, 20, 40)
-    shutil.rmtree(place.root)
+    remove_tree(place.root)
     flip(place.near / "step-000000000020/manifest.json" if damaged == "manifest" else packs_of(place.near, 20)[0], -10)
     with pytest.raises(CorruptError):
         holdfast.api.drain(str(place.near), remove=True)
