@@ -29,17 +29,17 @@ def state_of(step: int, rank: int = 0) -> dict[str, object]:
     return {"weights": weights, "frozen": torch.ones(COUNT), "step": step, "own": holdfast.PerRank((step, rank))}
 
 
-def manager_at(folder: Path, **options: object) -> holdfast.CheckpointManager:
+def manager_at(folder: Path, root: Path | str, **options: object) -> holdfast.CheckpointManager:
     near = holdfast.Tier(folder / "near", every=1)
     return holdfast.CheckpointManager(
-        folder / "root", every=EVERY, keep_last=2, near=near, preemption=False, settings=SETTINGS, **options
+        root, every=EVERY, keep_last=2, near=near, preemption=False, settings=SETTINGS, **options
     )
 
 
-def live(world: World, folder: str, begun: str, at_least: int) -> None:
+def live(world: World, folder: str, root: str, begun: str, at_least: int) -> None:
     """Resume, refuse an older step or wrong bits, and save each step; rank 0 notes what was acknowledged."""
     place, state = Path(folder), state_of(0, world.rank)
-    manager = manager_at(place)
+    manager = manager_at(place, root)
     resumed = manager.load(state) or 0
     assert resumed >= at_least, f"resumed at step {resumed}; {at_least} was acknowledged"
     if resumed:
@@ -64,7 +64,7 @@ def live(world: World, folder: str, begun: str, at_least: int) -> None:
         dist.barrier()
 
 
-def stopped(folder: str) -> None:
+def stopped(folder: str, root: str) -> None:
     """Save steps; stop in the act of publishing step 6 in the root, and go on after somebody else has taken over."""
     torch.set_num_threads(1)
     place, is_over = Path(folder), threading.Event()
@@ -77,7 +77,7 @@ def stopped(folder: str) -> None:
 
     faults, store_at = Faults(stop, names={"put_if_absent"}, lasting=True), wiring.store_at
     wiring.store_at = lambda path, settings: FaultyStore(store_at(path, settings), faults)
-    manager, said = manager_at(place, process_group=False), {}
+    manager, said = manager_at(place, root, process_group=False), {}
     manager.load(state_of(0))
     for step in (1, 2, 3):
         manager.maybe_save(step, state_of(step)).wait()

@@ -20,9 +20,13 @@ from holdfast.errors import ConflictError
 from tests.distributed.tiers.kill_cases import SETTINGS, manager_at, state_of
 from tests.support.forked_processes import Forked, Work, start_ranks
 from tests.support.gloo_worlds import Case, Launch
+from tests.support.server_folders import ServerFolder
 
 LIVES = int(os.environ.get("NEAR_LIVES", "5"))
 """How often a run is killed."""
+
+SECONDS_MAX = 3.0 if os.environ.get("TIER_ROOT_ON") else 0.7
+"""How long a life lasts after its first save: some drains must come to their end."""
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(120 + 15 * LIVES)]
 
@@ -34,15 +38,15 @@ def newest(folder: Path, place: str) -> int:
     return max((int(line.split()[1]) for line in lines if line.startswith(place)), default=0)
 
 
-def steps_in(root: Path) -> list[int]:
+def steps_in(root: Path | ServerFolder) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in root.glob("step-*/manifest.json"))
 
 
-def lived(folder: Path, number: int, seconds: float, at_least: int) -> None:
+def lived(folder: Path, root: Path | ServerFolder, number: int, seconds: float, at_least: int) -> None:
     """Let two ranks resume and save, and kill both some time after their first save."""
     case = Case(
         "tests.distributed.tiers.kill_cases:live",
-        {"folder": str(folder), "begun": f"begun-{number}", "at_least": at_least},
+        {"folder": str(folder), "root": str(root), "begun": f"begun-{number}", "at_least": at_least},
     )
     with Launch(2, [case], folder / f"life-{number}") as launch:
         deadline = time.monotonic() + 60.0
@@ -60,36 +64,38 @@ def _said(scratch: Path) -> str:
     return "\n".join(path.read_text(errors="replace")[-3000:] for path in scratch.glob("l*.?*"))
 
 
-def test_no_acknowledged_step_is_lost_by_kills(tmp_path: Path) -> None:
+def test_no_acknowledged_step_is_lost_by_kills(tmp_path: Path, tier_root: Path | ServerFolder) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance, at_least = random.Random(seed), 0
     for number in range(LIVES):
-        lived(tmp_path, number, chance.random() * 0.7, at_least)
+        lived(tmp_path, tier_root, number, chance.random() * SECONDS_MAX, at_least)
         act = chance.choice(["resume", "resume", "drain", "lose"])
         at_least = newest(tmp_path, "near")
         if act == "drain":
             api.drain(str(tmp_path / "near"), settings=SETTINGS)
-            assert steps_in(tmp_path / "root")[-1] == steps_in(tmp_path / "near")[-1] >= at_least
+            assert steps_in(tier_root)[-1] == steps_in(tmp_path / "near")[-1] >= at_least
         elif act == "lose":
             shutil.rmtree(tmp_path / "near")
             at_least = newest(tmp_path, "root")
             (tmp_path / "acknowledged").write_text(f"near {at_least}\nroot {at_least}\n")
-        print(f"{number + 1}/{LIVES}: {act}, {at_least} acknowledged, {steps_in(tmp_path / 'root')} in the root")
+        print(f"{number + 1}/{LIVES}: {act}, {at_least} acknowledged, {steps_in(tier_root)} in the root")
     state = state_of(0)
-    with manager_at(tmp_path, process_group=False) as manager:
+    with manager_at(tmp_path, tier_root, process_group=False) as manager:
         step = manager.load(state, skip="own")
         assert step is not None and step >= at_least and torch.equal(state["weights"], state_of(step)["weights"])
         manager.save(step + 1, state_of(step + 1)).wait()
-    for place in ("near", "root"):
-        for each in steps_in(tmp_path / place):
-            assert list(holdfast.open_checkpoint(tmp_path / place / f"step-{each:012d}").verify()) == []
-    assert not list((tmp_path / "root").glob("copying/*")), "the drain removes what killed ones left"
-    assert step + 1 in steps_in(tmp_path / "root") and len(steps_in(tmp_path / "near")) <= 3
+    for place in (tmp_path / "near", tier_root):
+        for each in steps_in(place):
+            assert list(holdfast.open_checkpoint(place / f"step-{each:012d}").verify()) == []
+    assert not list(tier_root.glob("copying/*")), "the drain removes what killed ones left"
+    assert step + 1 in steps_in(tier_root) and len(steps_in(tmp_path / "near")) <= 3
 
 
-def test_a_job_excludes_a_drain_by_hand_and_nothing_of_it_counts_once_another_took_over(tmp_path: Path) -> None:
-    work = Work.of_rank(0, tmp_path, "tests.distributed.tiers.kill_cases:stopped", tmp_path)
+def test_a_job_excludes_a_drain_by_hand_and_nothing_of_it_counts_once_another_took_over(
+    tmp_path: Path, tier_root: Path | ServerFolder
+) -> None:
+    work = Work.of_rank(0, tmp_path, "tests.distributed.tiers.kill_cases:stopped", tmp_path, tier_root)
     (process,) = start_ranks([work])
     try:
         _await(lambda: (tmp_path / "begun").exists(), process, tmp_path)
@@ -98,25 +104,25 @@ def test_a_job_excludes_a_drain_by_hand_and_nothing_of_it_counts_once_another_to
         (tmp_path / "go").touch()
         _await(lambda: ") T " in Path(f"/proc/{process.pid}/stat").read_text(), process, tmp_path)
         state = state_of(0)
-        with manager_at(tmp_path, process_group=False) as manager:
+        with manager_at(tmp_path, tier_root, process_group=False) as manager:
             assert manager.load(state) == 6
             for step in (7, 8, 9):
                 handle = manager.maybe_save(step, state_of(step))
                 assert handle is not None
                 handle.wait()
-        before = steps_in(tmp_path / "root"), steps_in(tmp_path / "near")
+        before = steps_in(tier_root), steps_in(tmp_path / "near")
         os.kill(process.pid, signal.SIGCONT)
         assert process.wait(60) == 0, (tmp_path / "log.0").read_text()
     finally:
         process.send_signal(signal.SIGKILL)
     said = json.loads((tmp_path / "said").read_text())
     assert all(said[str(step)].startswith("ConflictError") for step in (7, 8, 9)), said
-    assert before == (steps_in(tmp_path / "root"), steps_in(tmp_path / "near"))
-    with manager_at(tmp_path, process_group=False) as manager:
+    assert before == (steps_in(tier_root), steps_in(tmp_path / "near"))
+    with manager_at(tmp_path, tier_root, process_group=False) as manager:
         assert manager.load(state) == 9 and torch.equal(state["weights"], state_of(9)["weights"])
-    for place in ("near", "root"):
-        for each in steps_in(tmp_path / place):
-            assert list(holdfast.open_checkpoint(tmp_path / place / f"step-{each:012d}").verify()) == []
+    for place in (tmp_path / "near", tier_root):
+        for each in steps_in(place):
+            assert list(holdfast.open_checkpoint(place / f"step-{each:012d}").verify()) == []
 
 
 def _await(is_so: Callable[[], bool], process: Forked, scratch: Path) -> None:

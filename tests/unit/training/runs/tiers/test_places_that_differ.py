@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import CorruptError
+from holdfast.core.format.sealed_json import stated_digest
+from holdfast.errors import CorruptError, MissingError
 from holdfast.policies import LatestN
 from holdfast.stored.repository.timelines import run_timelines
 from tests.support.server_folders import ServerFolder, remove_tree
@@ -256,3 +257,40 @@ def test_what_a_load_discarded_makes_no_due_step_skipped(place: Place, monkeypat
         manager._near.drain._wake_up()  # type: ignore[union-attr]
         manager.save(21, state_of(21)).wait("committed", timeout=20)
     assert {20, 21} <= set(steps_in(place.root))
+
+
+@pytest.mark.parametrize("removed", ["new", "former"])
+def test_a_removal_after_the_run_went_back_near_only_takes_what_is_named(place: Place, removed: str) -> None:
+    """The root has the former step 40 in its folder, and the near tier the new one; each goes alone."""
+    values = {"new": -1.0, "former": 40.0}
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 20, 40)
+        digests = {"former": run_timelines(manager._run).chain[-1].digest}
+        loaded(manager, step=20)
+        again = {"weights": torch.full((COUNT,), values["new"]), "step": 40}
+        manager.save(40, again, near_only=True).wait()
+        digests["new"] = run_timelines(manager._run).chain[-1].digest
+        manager.close(wait=False)
+    assert steps_in(place.root) == [20, 40] == steps_in(place.near)
+    name = "40" if removed == "new" else f"40@{str(digests['former'])[:8]}"
+    assert holdfast.api.remove_steps(place.root, [name], grace_seconds=0).steps == (name,)
+    (left,) = {*values} - {removed}
+    with place.manager() as manager:
+        assert manager.steps() == ([20] if removed == "new" else [20, 40])
+        state = state_of(0)
+        assert manager.load(state, step=f"40@{digests[left]}") == 40
+        assert torch.equal(state["weights"], torch.full((COUNT,), values[left]))  # type: ignore[arg-type]
+        with pytest.raises(MissingError):
+            manager.load(state, step=f"40@{digests[removed]}")
+        assert manager.load(state) == manager.steps()[-1]
+        manager.save(50, state_of(50)).wait()
+        assert loaded(manager) == 50
+    paths = [
+        path
+        for root in (place.root, place.near)
+        for pattern in ("step-*/manifest.json", "superseded/*")
+        for path in root.glob(pattern)
+    ]
+    stored = {stated_digest(path.read_bytes()) for path in paths}
+    assert digests[left] in stored and digests[removed] not in stored
