@@ -44,6 +44,10 @@
 #                   ROUNDS=1000 races, FAULTS=500, KILLS=100 of each server, EXAMPLES=1000; QUICK=1 for a short one;
 #                   SEED=n for the same again; ONLY=ceph,ministack/races; JOBS=2 servers side by side. Some hours,
 #                   and the same command continues after Ctrl-C; results in bench/results/stores-campaign.json
+#   make campaign-tiers   what a near tier must survive: KILLS=100 of a job whose root is on a server, every call of a drain,
+#                   EXAMPLES=1000 lives in two places, situations with a root on Ceph, power cuts on ext4 (XXX minutes).
+#                   QUICK=1, SEED=n, ONLY='near on ext4,root in memory' and JOBS=2 as above, and the same command
+#                   continues after Ctrl-C; results in bench/results/tiers-campaign.json
 #   make test-torch   the core of the suite under another torch: TORCH=2.14.1 (minutes, and a download of some GiB)
 #   make dist    build sdist and wheel into dist/, and try the wheel in environments of its own (minutes)
 #   make clean   remove the environments, caches and runs
@@ -54,7 +58,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-tiers bench-memory bench-data bench-compare integrations interop fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-tiers bench-memory bench-data bench-compare integrations interop fuzz campaign campaign-stores campaign-tiers test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -233,6 +237,9 @@ campaign: $(READY)
 campaign-stores: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign-stores]'
 	@$(PY) -m tests.campaign
+
+campaign-tiers: $(READY)
+	@CAMPAIGN=tiers $(PY) -m tests.campaign
 
 # One environment at a time, and none afterwards: a torch takes some GiB. It is removed after a failure too.
 CORE := tests/unit tests/contract tests/property tests/distributed/matrix/test_matrix.py tests/distributed/layouts/test_coordinates.py

@@ -1,6 +1,9 @@
 """`make campaign-stores`: races, faults, kills and properties against real servers of objects, for hours.
 
-Leaves `bench/results/stores-campaign.json`. The same command goes on after Ctrl-C; `SEED=n` draws the same again.
+`make campaign-tiers` (`CAMPAIGN=tiers`) does the same with what a near tier must survive, in under an hour.
+
+Leaves `bench/results/stores-campaign.json`, or `tiers-campaign.json`. The same command goes on after Ctrl-C; `SEED=n`
+draws the same again.
 """
 
 from __future__ import annotations

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Self
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "runs" / "stores-campaign"
+CAMPAIGN = os.environ.get("CAMPAIGN") or "stores"
+"""Which campaign: `stores` or `tiers`."""
+FOLDER = ROOT / "runs" / f"{CAMPAIGN}-campaign"
 """Outputs of the processes, and what is done so far."""
-RESULTS = ROOT / "bench" / "results" / "stores-campaign.json"
+RESULTS = ROOT / "bench" / "results" / f"{CAMPAIGN}-campaign.json"
 
 _BLOCKS = "blocks.jsonl"
 _OPTIONS = "options.json"
@@ -174,7 +176,7 @@ def write_results(record: Record, wanted: Iterable[tuple[str, str, int]], canary
     RESULTS.write_text(
         json.dumps(
             {
-                "campaign": "make campaign-stores",
+                "campaign": f"make campaign-{CAMPAIGN}",
                 "outcome": "passed" if is_well else "failed or not complete",
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "seed": record.options.seed,

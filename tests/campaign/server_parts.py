@@ -22,7 +22,7 @@ from pathlib import Path
 import holdfast
 from holdfast.testing.fault_proxy import FaultProxy
 from tests.campaign import kills, network, races, secrets
-from tests.campaign.record import FOLDER, ROOT, Block, Options, Record
+from tests.campaign.record import CAMPAIGN, FOLDER, ROOT, Block, Options, Record
 from tests.servers.azurite import azurite
 from tests.servers.ceph import ceph
 from tests.servers.server import S3Server, Server
@@ -130,7 +130,7 @@ def wanted(options: Options) -> list[tuple[str, str, int]]:
         (server, name, part.rounds(options))
         for server in SERVERS
         for name, part in PARTS.items()
-        if server in part.servers and options.wants(server, name)
+        if CAMPAIGN == "stores" and server in part.servers and options.wants(server, name)
     ]
 
 

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
-from tests.campaign.record import ROOT, Block, Options, Record
+from tests.campaign.record import CAMPAIGN, ROOT, Block, Options, Record
 
 _FAILURE_CHARACTERS_MAX = 4000
 _COUNTED = re.compile(r"(\d+) (passed|failed|skipped)")
@@ -31,9 +31,11 @@ class Suite:
     """Variable that gives the tests their number of examples."""
     needs: tuple[str, ...] = ()
     """Servers that must be installed."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment of these tests."""
 
 
-SUITES = {
+_OF_STORES = {
     "memory": Suite(
         "property",
         ("tests/property/test_any_faults.py",),
@@ -54,7 +56,54 @@ SUITES = {
     ),
     "sftp": Suite("store suite", ("tests/campaign/on_sftp.py",), lambda _: 1, 1, needs=("sftp",)),
 }
-"""By name. The servers of "every server" are in `tests/servers/all.py`."""
+"""The servers of "every server" are in `tests/servers/all.py`."""
+
+_OF_TIERS = {
+    "both stores": Suite(
+        "calls of a drain",
+        ("tests/crash/kills/test_drain_kill.py",),
+        lambda _: 1,
+        1,
+        variables={"DRAIN_STRIDE": "1"},
+    ),
+    "root on ministack": Suite(
+        "kills",
+        ("tests/distributed/tiers/test_near_kills.py",),
+        lambda options: options.kills,
+        10,
+        rounds_variable="NEAR_LIVES",
+        variables={"TIER_ROOT_ON": "ministack"},
+    ),
+    "root in memory": Suite(
+        "lives",
+        ("tests/property/test_two_roots.py",),
+        lambda options: options.examples,
+        100,
+        rounds_variable="LIFE_EXAMPLES",
+    ),
+    "root on ceph": Suite(
+        "situations",
+        (
+            "tests/unit/training/runs/tiers/test_near_tier.py",
+            "tests/unit/training/runs/tiers/test_days_that_go_wrong.py",
+            "tests/unit/training/runs/tiers/test_places_that_differ.py",
+        ),
+        lambda _: 1,
+        1,
+        needs=("ceph",),
+        variables={"TIER_ROOT_ON": "ceph"},
+    ),
+    "near on ext4": Suite(
+        "power cuts",
+        ("tests/crash/kills/test_near_power_cut.py",),
+        lambda options: 2 * options.kills,
+        50,
+        rounds_variable="NEAR_POWER_CUTS",
+    ),
+}
+
+SUITES = {"stores": _OF_STORES, "tiers": _OF_TIERS}[CAMPAIGN]
+"""By name."""
 
 
 def wanted(options: Options) -> list[tuple[str, str, int]]:
@@ -77,11 +126,11 @@ def _do(record: Record, name: str, suite: Suite, number: int, count: int) -> Non
     seed = zlib.crc32(f"{record.options.seed} {name} {number}".encode())
     began = time.monotonic()
     options = ["-q", "-n", "0", "--timeout", "3600", "-o", "faulthandler_timeout=3660", f"--hypothesis-seed={seed}"]
-    variables = {suite.rounds_variable: str(count)} if suite.rounds_variable else {}
+    rounds = {suite.rounds_variable: str(count)} if suite.rounds_variable else {}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *suite.files],
         cwd=ROOT,
-        env=os.environ | variables,
+        env={**os.environ, **suite.variables, **rounds},
         capture_output=True,
         text=True,
     )

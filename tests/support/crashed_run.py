@@ -32,6 +32,7 @@ from holdfast.base.ports.store import Store
 from holdfast.core.format.names import link_name
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.training.coordination.job import Job
+from holdfast.training.runs.tiers.near import NearPlace
 from holdfast.training.saving.handle import SaveHandle
 from tests.doubles.faults import Faults, FaultyKeyValueStore, FaultySyscalls
 from tests.property.life import Switch
@@ -119,13 +120,17 @@ def local_store(root: Path, faults: Faults | None = None) -> LocalStore:
 
 
 def run_at(
-    store: Store, board_faults: Faults | None = None, settings: Settings = SETTINGS, clock: Clock | None = None
+    store: Store,
+    board_faults: Faults | None = None,
+    settings: Settings = SETTINGS,
+    clock: Clock | None = None,
+    near: NearPlace | None = None,
 ) -> CheckpointManager:
     """Return a run as the manager builds it, except that it may save before it loads."""
     comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
     ranks = Ranks(comm.rank, comm.world_size, comm.rank_of_global)
     job = Job(comm, clock or SystemClock(), settings, TorchFramework(ranks), codecs=wiring.codecs())
-    return goes_on(CheckpointManager.over(store, job))
+    return goes_on(CheckpointManager.over(store, job, near=near))
 
 
 def committed_at(root: Path, *steps: int, clock: Clock | None = None) -> None:
