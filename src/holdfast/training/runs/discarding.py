@@ -33,7 +33,7 @@ from holdfast.stored.repository.quarantine import quarantined
 from holdfast.stored.repository.tags import read_tags
 from holdfast.stored.repository.timeline_records import TimelineRecord, put_record
 from holdfast.stored.repository.timelines import StoredManifest, run_timelines
-from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.stored.repository.two_roots import TwoRoots, places_of
 from holdfast.training.coordination.job import error_from, error_text
 from holdfast.training.coordination.message_codec import decode_message, encode_message
 from holdfast.training.loading.load import Loaded
@@ -189,7 +189,9 @@ class Discarding:
         parts.writer_lease.require(store)
         position.adopt(timeline)
         move_damaged(store, step, stored, epoch)
-        name_latest(store, step, parts.job.is_first_occurrence)
+        for place in places_of(store):
+            # Of two places each names the newest step that it has.
+            name_latest(place, None if isinstance(store, TwoRoots) else step, parts.job.is_first_occurrence)
         outcome = _Discarded(
             None,
             tuple(f"{manifest.step}@{str(manifest.digest)[:8]}" for manifest in discarded),

@@ -294,3 +294,21 @@ def test_a_removal_after_the_run_went_back_near_only_takes_what_is_named(place: 
     ]
     stored = {stated_digest(path.read_bytes()) for path in paths}
     assert digests[left] in stored and digests[removed] not in stored
+
+
+def test_latest_names_a_step_of_its_own_place_after_a_load_that_discards(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other tools read `latest`, of which the near tier may have one and the root none."""
+    with place.manager(every=1000) as manager:
+        loaded(manager)
+        for step in (10, 20, 30):
+            manager.save(step, state_of(step), near_only=True).wait()
+        assert loaded(manager, step=20, discard_newer=True) == 20
+        assert (place.near / "latest").read_bytes() == b"step-000000000020" and not (place.root / "latest").exists()
+        manager.save(40, state_of(40)).wait()
+        manager.save(50, state_of(50), near_only=True).wait()
+        assert loaded(manager, step=40, discard_newer=True) == 40
+        manager.close(wait=False)
+    assert (place.near / "latest").read_bytes() == b"step-000000000040" == (place.root / "latest").read_bytes()
+    assert "latest" not in caplog.text
