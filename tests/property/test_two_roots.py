@@ -217,7 +217,9 @@ class TwoRootsLife(TwoPlaces):
         report = None
         with self.epochs(), self.failing(cut):
             handle = run.save(step, state_of(content), move_tags=tags, near_only=near_only)
-            with suppress(*[UnavailableError] * (cut is not None)):
+            # A manifest that cannot be read is not replaced, as in one root.
+            refusals = [UnavailableError] * (cut is not None) + [ConflictError] * (step in self.torn)
+            with suppress(*refusals):
                 report = handle.wait("near")
         place: Place = "near" if self.has_near else "root"
         found = self.adopted(step, content, place)
