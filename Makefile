@@ -44,8 +44,9 @@
 #                   ROUNDS=1000 races, FAULTS=500, KILLS=100 of each server, EXAMPLES=1000; QUICK=1 for a short one;
 #                   SEED=n for the same again; ONLY=ceph,ministack/races; JOBS=2 servers side by side. Some hours,
 #                   and the same command continues after Ctrl-C; results in bench/results/stores-campaign.json
-#   make campaign-tiers   what a near tier must survive: KILLS=100 of a job whose root is on a server, every call of a drain,
-#                   EXAMPLES=1000 lives in two places, situations with a root on Ceph, power cuts on ext4 (XXX minutes).
+#   make campaign-tiers   what a near tier must survive: KILLS=100 of a job whose root is on a server, every call of a
+#                   drain, EXAMPLES=1000 lives in two places, situations with a root on Ceph, and twice KILLS power cuts
+#                   on ext4, with direct writes and without (about 30 minutes).
 #                   QUICK=1, SEED=n, ONLY='near on ext4,root in memory' and JOBS=2 as above, and the same command
 #                   continues after Ctrl-C; results in bench/results/tiers-campaign.json
 #   make test-torch   the core of the suite under another torch: TORCH=2.14.1 (minutes, and a download of some GiB)

@@ -1,4 +1,7 @@
-"""The record of `make campaign-stores`: it goes on where it was interrupted, and a failure is a failure."""
+"""The record of `make campaign-stores` and `make campaign-tiers`: each goes on where it was interrupted.
+
+A failure is a failure.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from tests.campaign import record as campaign
 from tests.campaign.record import Block, Options, Record, options_now, write_results
 from tests.campaign.secrets import forms_of, in_files
 from tests.campaign.server_parts import wanted
+from tests.campaign.suites import SUITES_OF
 from tests.campaign.suites import wanted as wanted_suites
 
 OPTIONS = Options(seed=7, rounds=100, faults=10, kills=10, examples=10)
@@ -80,3 +84,10 @@ def test_a_credential_is_found_in_whichever_form(tmp_path: Path) -> None:
     sought = in_files(tmp_path, [secret], besides=[tmp_path / "server"])
     assert len(sought.found) == len(forms_of([secret])) >= 4
     assert not any("clean" in name or "server" in name for name in sought.found)
+
+
+def test_the_suites_of_every_campaign_are_there_and_take_their_numbers() -> None:
+    for suite in (suite for suites in SUITES_OF.values() for suite in suites.values()):
+        texts = [(campaign.ROOT / file).read_text() for file in suite.files]
+        assert not suite.rounds_variable or all(suite.rounds_variable in text for text in texts)
+        assert suite.block_rounds > 0 and suite.rounds(OPTIONS) > 0

@@ -102,8 +102,11 @@ _OF_TIERS = {
     ),
 }
 
-SUITES = {"stores": _OF_STORES, "tiers": _OF_TIERS}[CAMPAIGN]
-"""By name."""
+SUITES_OF = {"stores": _OF_STORES, "tiers": _OF_TIERS}
+"""By campaign."""
+
+SUITES = SUITES_OF[CAMPAIGN]
+"""Of this campaign, by name."""
 
 
 def wanted(options: Options) -> list[tuple[str, str, int]]:
