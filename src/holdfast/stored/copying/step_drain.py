@@ -141,12 +141,20 @@ class StepDrain:
             As `publish_manifest`. A manifest that the root has already is committed.
         Raises:
             MissingError: The near tier has the step no more, or the manifest does not count there.
+            CorruptError: The manifest in the near tier was damaged since it was read; nothing was published.
             ConflictError: Another manifest of the step counts in the root, this one does not, or another writer took
                 over; nothing was published.
             UnavailableError: The root lacks files of the step, or a store failed; nothing was published.
         """
         near, root, manifest = self._near, self._root, self._manifest
-        data = manifest_bytes_at(CheckpointLocation(near, self._folder, self._step, root=near, digest=manifest.digest))
+        source = CheckpointLocation(near, self._folder, self._step, root=near, digest=manifest.digest)
+        data = manifest_bytes_at(source)
+        if _is_damaged(data):
+            raise CorruptError(
+                f"{source.manifest_url}: the manifest of step {self._step} is damaged; expected the one that was read "
+                f"before the files were copied. {root.url} gets no step {self._step}. Repair the step (holdfast repair "
+                f"{near.url}), and drain again"
+            )
         lacking = self.lacking()
         if lacking:
             raise UnavailableError(

@@ -239,6 +239,24 @@ def test_a_drain_of_an_epoch_that_is_over_publishes_nothing(near: LocalStore, ro
     assert steps_in(root) == [step_folder(10).rstrip("/")]
 
 
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_a_manifest_that_is_damaged_after_it_was_read_is_not_published(
+    near: LocalStore, root: Store, damage: str
+) -> None:
+    epoch, key = join(near, root), manifest_key(20)
+    drain = drain_of(near, root, 20)
+    drain.copy(drain.lacking())
+    whole = near.get(key, 1 << 20)
+    middle = len(whole) // 2
+    near.put(key, whole[:middle] + (b"" if damage == "cut" else bytes([whole[middle] ^ 1]) + whole[middle + 1 :]))
+    with pytest.raises(CorruptError, match=r"manifest.json: the manifest of step 20 is damaged.*holdfast repair"):
+        drain.publish(epoch)
+    assert steps_in(root) == []
+    near.put(key, whole)
+    assert drain.publish(epoch).kind is OutcomeKind.COMMITTED
+    require_same(near, root, 20)
+
+
 def test_a_writer_that_takes_over_while_the_manifest_is_put_decides(near: LocalStore, root: Store) -> None:
     epoch, recorded = join(near, root), RecordingStore(root)
     drain = drain_of(near, recorded, 30)
