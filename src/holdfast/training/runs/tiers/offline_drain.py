@@ -150,10 +150,12 @@ class NearDrain:
             tags, chain = read_tags(run), run_timelines(run).chain
             found = {each: self._lacking_at_root(each, damages) for each in chain}
             near = [manifest for manifest in found.values() if manifest is not None]
+            # A manifest that cannot be read may be the last of the chain, and a restart passes it over.
+            newest = next((each.digest for each in reversed(chain) if each.timeline is not None), None)
             chosen = [
                 each
                 for each in near
-                if not each.near_only or each.digest == chain[-1].digest or tags.of(each.step or 0, each.digest)
+                if not each.near_only or each.digest == newest or tags.of(each.step or 0, each.digest)
             ]
             report.left = tuple(each.step or 0 for each in near if each not in chosen)
         report.steps = tuple(each.step or 0 for each in chosen)

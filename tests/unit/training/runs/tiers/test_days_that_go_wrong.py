@@ -12,7 +12,7 @@ import pytest
 import holdfast
 from holdfast._face.wiring import store_at
 from holdfast.backends.stores.local import LocalStore
-from holdfast.errors import ConflictError, UnavailableError
+from holdfast.errors import ConflictError, CorruptError, UnavailableError
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.epochs import newest_epoch, read_heartbeat, require_newest
 from holdfast.stored.repository.two_roots import TwoRoots
@@ -234,3 +234,15 @@ def test_a_drain_by_hand_copies_every_due_step_before_it_removes(place: Place) -
         manager.close(wait=False)
     assert holdfast.api.drain(str(place.near), step=20).steps == (20,)
     assert holdfast.api.drain(str(place.near), remove=True).left == (10,)
+
+
+def test_a_drain_by_hand_copies_the_newest_step_that_can_be_read(place: Place) -> None:
+    with place.manager(every=1000) as manager:
+        loaded(manager)
+        for step in (10, 20, 30):
+            manager.save(step, state_of(step), near_only=True).wait()
+        manager.close(wait=False)
+    flip(place.near / "step-000000000030/manifest.json", -200)
+    with pytest.raises(CorruptError):
+        holdfast.api.drain(str(place.near), remove=True)
+    assert steps_in(place.root) == [20] and 20 in steps_in(place.near), "nothing is removed beside damage"
