@@ -38,7 +38,7 @@ from holdfast.stored.repository.catalog import (
 )
 from holdfast.stored.repository.epochs import current_fence, fenced_error, is_valid, is_valid_manifest
 from holdfast.stored.repository.publish import get_or_none
-from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.stored.repository.two_roots import TwoRoots, places_of
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,9 @@ class CheckpointLocation:
                 return Stored(self.store, key, tuple(Stored(other, key) for other in self.others))
             link = attempt_folder + link_name(name)
             if self.root is not None:
-                others = tuple(Stored(LinkedPack(other, other, link), name) for other in self.others)
+                # A place that lacks the step may have the pack whole, where the first place found has it damaged.
+                places = places_of(self.root) if isinstance(self.root, TwoRoots) else self.others
+                others = tuple(Stored(LinkedPack(place, place, link), name) for place in places)
                 return Stored(LinkedPack(self.root, self.store, link), name, others)
             if link not in links and not exists(self.store, link):
                 raise InvalidError(

@@ -115,6 +115,25 @@ def test_a_removal_leaves_the_packs_that_one_of_the_places_needs(place: Place) -
     assert holdfast.load(place.root, state, step=40).step == 40
 
 
+@pytest.mark.parametrize("damage", ["cut", "flip"])
+def test_a_step_of_the_root_alone_outlives_damage_near_of_a_pack_that_it_refers_to(place: Place, damage: str) -> None:
+    for step, near in ((20, 10), (40, None)):
+        with place.manager(near=near) as manager:
+            manager.load(both(0, 0.0))
+            manager.save(step, both(step, float(step))).wait()
+    assert steps_in(place.near) == [20] and steps_in(place.root) == [20, 40]
+    for path in packs_of(place.near, 20):
+        data = path.read_bytes()
+        middle = len(data) // 2
+        rest = b"" if damage == "cut" else bytes(100) + data[middle + 100 :]
+        path.write_bytes(data[:middle] + rest)
+    with place.manager() as manager:
+        state = both(0, 0.0)
+        assert manager.load(state) == 40
+        assert torch.equal(state["frozen"], torch.arange(200_000.0))  # type: ignore[arg-type]
+    assert not list(place.root.glob("quarantine/*"))
+
+
 def test_the_root_knows_the_newest_timeline_once_its_steps_there_are_removed(place: Place) -> None:
     with place.manager() as manager:
         loaded(manager)
