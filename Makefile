@@ -46,7 +46,7 @@
 #                   and the same command continues after Ctrl-C; results in bench/results/stores-campaign.json
 #   make campaign-tiers   what a near tier must survive: KILLS=100 of a job whose root is on a server, every call of a
 #                   drain, EXAMPLES=1000 lives in two places, situations with a root on Ceph, and twice KILLS power cuts
-#                   on ext4, with direct writes and without (about 30 minutes).
+#                   on ext4, with direct writes and without (about 15 minutes).
 #                   QUICK=1, SEED=n, ONLY='near on ext4,root in memory' and JOBS=2 as above, and the same command
 #                   continues after Ctrl-C; results in bench/results/tiers-campaign.json
 #   make test-torch   the core of the suite under another torch: TORCH=2.14.1 (minutes, and a download of some GiB)
