@@ -13,8 +13,8 @@ import pytest
 
 from holdfast.base.ports.store import Store
 from holdfast.stored.publishing.outcome import OutcomeKind
-from tests.doubles.faults import Faults, FaultyStore, kill_process
 from tests.crash.kills.sweeping import fates_of_kills
+from tests.doubles.faults import Faults, FaultyStore, kill_process
 from tests.support.crashed_run import Ending, in_child, local_store
 from tests.support.object_server import ObjectServer
 from tests.unit.stored.copying.drained_run import drain_of, join, near_at, require_same, root_of, steps_in

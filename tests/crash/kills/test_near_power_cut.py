@@ -21,9 +21,9 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.policies import EveryNSteps
-from holdfast.testing.faults import Faults, FaultySyscalls
 from holdfast.training.runs.tiers.near import NearPlace
 from tests.crash.kills.test_power_cut import IMAGE_MIB, Buffered, kind, location
+from tests.doubles.faults import Faults, FaultySyscalls
 from tests.support.crashed_run import (
     SETTINGS,
     copy_with_links,
