@@ -22,11 +22,13 @@ from tests.support.gloo_worlds import World
 
 SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=2.0)
 COUNT, EVERY = 40_000, 3
+LARGE_COUNT = 700_000
+"""Elements, so that the packs of two ranks are large enough for their memory to be used again."""
 
 
-def state_of(step: int, rank: int = 0) -> dict[str, object]:
-    weights = torch.randn(COUNT, generator=torch.Generator().manual_seed(step))
-    return {"weights": weights, "frozen": torch.ones(COUNT), "step": step, "own": holdfast.PerRank((step, rank))}
+def state_of(step: int, rank: int = 0, count: int = COUNT) -> dict[str, object]:
+    weights = torch.randn(count, generator=torch.Generator().manual_seed(step))
+    return {"weights": weights, "frozen": torch.ones(count), "step": step, "own": holdfast.PerRank((step, rank))}
 
 
 def manager_at(folder: Path, root: Path | str, **options: object) -> holdfast.CheckpointManager:
@@ -36,20 +38,20 @@ def manager_at(folder: Path, root: Path | str, **options: object) -> holdfast.Ch
     )
 
 
-def live(world: World, folder: str, root: str, begun: str, at_least: int) -> None:
+def live(world: World, folder: str, root: str, begun: str, at_least: int, count: int = COUNT) -> None:
     """Resume, refuse an older step or wrong bits, and save each step; rank 0 notes what was acknowledged."""
-    place, state = Path(folder), state_of(0, world.rank)
+    place, state = Path(folder), state_of(0, world.rank, count)
     manager = manager_at(place, root)
     resumed = manager.load(state) or 0
     assert resumed >= at_least, f"resumed at step {resumed}; {at_least} was acknowledged"
     if resumed:
-        expected = state_of(resumed, world.rank)
+        expected = state_of(resumed, world.rank, count)
         assert all(torch.equal(state[name], expected[name]) for name in ("weights", "frozen"))
         assert (state["step"], state["own"].value) == (resumed, expected["own"].value)
     acknowledged = os.open(place / "acknowledged", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     due = []
     for step in range(resumed + 1, resumed + 10_000):
-        handle = manager.maybe_save(step, state_of(step, world.rank))
+        handle = manager.maybe_save(step, state_of(step, world.rank, count))
         assert handle is not None
         handle.wait("near")
         due += [(step, handle)] if step % EVERY == 0 else []

@@ -9,7 +9,9 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import torch
 import holdfast
 from holdfast import api
 from holdfast.errors import ConflictError
-from tests.distributed.tiers.kill_cases import SETTINGS, manager_at, state_of
+from tests.distributed.tiers.kill_cases import COUNT, LARGE_COUNT, SETTINGS, manager_at, state_of
 from tests.support.forked_processes import Forked, Work, start_ranks
 from tests.support.gloo_worlds import Case, Launch
 from tests.support.server_folders import ServerFolder
@@ -42,11 +44,11 @@ def steps_in(root: Path | ServerFolder) -> list[int]:
     return sorted(int(path.parent.name[5:]) for path in root.glob("step-*/manifest.json"))
 
 
-def lived(folder: Path, root: Path | ServerFolder, number: int, seconds: float, at_least: int) -> None:
+def lived(folder: Path, root: Path | ServerFolder, number: int, seconds: float, at_least: int, count: int) -> None:
     """Let two ranks resume and save, and kill both some time after their first save."""
     case = Case(
         "tests.distributed.tiers.kill_cases:live",
-        {"folder": str(folder), "root": str(root), "begun": f"begun-{number}", "at_least": at_least},
+        {"folder": str(folder), "root": str(root), "begun": f"begun-{number}", "at_least": at_least, "count": count},
     )
     with Launch(2, [case], folder / f"life-{number}") as launch:
         deadline = time.monotonic() + 60.0
@@ -64,27 +66,37 @@ def _said(scratch: Path) -> str:
     return "\n".join(path.read_text(errors="replace")[-3000:] for path in scratch.glob("l*.?*"))
 
 
-def test_no_acknowledged_step_is_lost_by_kills(tmp_path: Path, tier_root: Path | ServerFolder) -> None:
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_no_acknowledged_step_is_lost_by_kills(tmp_path: Path, tier_root: Path | ServerFolder, where: str) -> None:
+    with ExitStack() as ended:
+        if where == "memory":
+            memory = ended.enter_context(TemporaryDirectory(dir="/dev/shm"))
+            (tmp_path / "near").symlink_to(Path(memory) / "near")
+        play(tmp_path, tier_root, LARGE_COUNT if where == "memory" else COUNT)
+
+
+def play(tmp_path: Path, tier_root: Path | ServerFolder, count: int) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance, at_least = random.Random(seed), 0
     for number in range(LIVES):
-        lived(tmp_path, tier_root, number, chance.random() * SECONDS_MAX, at_least)
+        lived(tmp_path, tier_root, number, chance.random() * SECONDS_MAX, at_least, count)
         act = chance.choice(["resume", "resume", "drain", "lose"])
         at_least = newest(tmp_path, "near")
         if act == "drain":
             api.drain(str(tmp_path / "near"), settings=SETTINGS)
             assert steps_in(tier_root)[-1] == steps_in(tmp_path / "near")[-1] >= at_least
         elif act == "lose":
-            shutil.rmtree(tmp_path / "near")
+            shutil.rmtree((tmp_path / "near").resolve())
             at_least = newest(tmp_path, "root")
             (tmp_path / "acknowledged").write_text(f"near {at_least}\nroot {at_least}\n")
         print(f"{number + 1}/{LIVES}: {act}, {at_least} acknowledged, {steps_in(tier_root)} in the root")
-    state = state_of(0)
+    state = state_of(0, count=count)
     with manager_at(tmp_path, tier_root, process_group=False) as manager:
         step = manager.load(state, skip="own")
-        assert step is not None and step >= at_least and torch.equal(state["weights"], state_of(step)["weights"])
-        manager.save(step + 1, state_of(step + 1)).wait()
+        assert step is not None and step >= at_least
+        assert torch.equal(state["weights"], state_of(step, count=count)["weights"])
+        manager.save(step + 1, state_of(step + 1, count=count)).wait()
     for place in (tmp_path / "near", tier_root):
         for each in steps_in(place):
             assert list(holdfast.open_checkpoint(place / f"step-{each:012d}").verify()) == []
