@@ -35,6 +35,7 @@ from holdfast.training.saving.save import begin_save, save_and_wait
 from holdfast.training.saving.target import Collect, SaveTarget, path_save
 
 if TYPE_CHECKING:
+    from holdfast._face.agent_api import agent, agent_status
     from holdfast._face.checkpoint_manager import CheckpointManager
     from holdfast._face.comparison import diff
     from holdfast._face.drain_api import drain
@@ -67,11 +68,13 @@ if TYPE_CHECKING:
     from holdfast.training.runs.listing import RunRecord, StepRecord
     from holdfast.training.runs.removal.garbage_collection import CollectReport
     from holdfast.training.runs.removal.named_steps import RemovedSteps
+    from holdfast.training.runs.tiers.agent import AgentStatus
     from holdfast.training.runs.tiers.offline_drain import DrainReport
     from holdfast.training.telemetry.trace import Trace
 
 __all__ = [
     "EXPORT_DTYPES",
+    "AgentStatus",
     "Change",
     "Checkpoint",
     "CollectReport",
@@ -109,6 +112,8 @@ __all__ = [
     "Trace",
     "ValueDiff",
     "Verdict",
+    "agent",
+    "agent_status",
     "async_save",
     "collect",
     "copy_checkpoint",
@@ -144,6 +149,9 @@ _HOMES = {
     "StepRecord": "holdfast.training.runs.listing",
     "StepRepair": "holdfast.offline.repair.repair",
     "diff": "holdfast._face.comparison",
+    "agent": "holdfast._face.agent_api",
+    "agent_status": "holdfast._face.agent_api",
+    "AgentStatus": "holdfast._face.agent_api",
     "drain": "holdfast._face.drain_api",
     "DrainReport": "holdfast._face.drain_api",
     "explain": "holdfast.base.layouts.explain",

@@ -224,6 +224,15 @@ class Tier:
     """Most bytes of all files there; None for what the file system holds. Without room, a step that is due at the root
     is saved straight there, and a step for the near tier alone fails in its handle."""
 
+    agent: bool = False
+    """Whether a process of its own brings the newest step to the root if the job is killed and does not come back."""
+
+    orphan_seconds: float = 300.0
+    """Seconds without a job after which the agent drains: longer than a restart takes."""
+
+    linger_seconds: float = 1800.0
+    """Seconds after this drain for which the near tier stays, for a job that comes late."""
+
     def __post_init__(self) -> None:
         text = self.path.__fspath__() if hasattr(self.path, "__fspath__") else self.path
         if not isinstance(text, str) or not text or "://" in text:
@@ -243,6 +252,10 @@ class Tier:
             raise InvalidError(
                 f"Tier(keep_last={self.keep_last!r}): expected a positive whole number of steps, or None"
             )
+        for name in ("orphan_seconds", "linger_seconds"):
+            seconds = getattr(self, name)
+            if not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
+                raise InvalidError(f"Tier({name}={seconds!r}): expected seconds, 0 or more")
         if self.bytes_max is not None and (not is_whole(self.bytes_max) or self.bytes_max < 1):
             raise InvalidError(f"Tier(bytes_max={self.bytes_max!r}): expected a positive number of bytes, or None")
 

@@ -6,6 +6,7 @@ import logging
 import os
 
 from holdfast._face import wiring
+from holdfast._face.agent_api import agent_command
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.shelf import is_in_memory
 from holdfast.base.ports.store import Store
@@ -66,7 +67,8 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
     bytes_max = tier.bytes_max
     if is_memory and bytes_max is None:
         bytes_max = _memory_for(store)
-    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory)
+    command = agent_command(tier, path, root, settings) if tier.agent else ()
+    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, command)
 
 
 def _memory_for(store: LocalStore) -> int:

@@ -8,6 +8,7 @@ import typer
 
 import holdfast
 from holdfast.cli.commands.activations import activations
+from holdfast.cli.commands.agent import agent
 from holdfast.cli.commands.cp import cp
 from holdfast.cli.commands.diff import diff
 from holdfast.cli.commands.drain import drain
@@ -50,6 +51,7 @@ for command in (
     repair,
     cp,
     drain,
+    agent,
     activations,
 ):
     app.command(name=command.__name__.rstrip("_"))(command)

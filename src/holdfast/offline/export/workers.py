@@ -15,11 +15,11 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.base.types.export import ExportOptions
-from holdfast.core.engine.child_python import command_of
+from holdfast.core.engine.child_python import command_of, settings_in
 from holdfast.errors import UnavailableError
 from holdfast.offline.export.export import Export
 from holdfast.offline.export.request import ExportShare, OnWindow, WorkerPool
-from holdfast.settings import ObjectSettings, Settings
+from holdfast.settings import Settings
 from holdfast.training.coordination.job import error_from, error_text
 
 
@@ -154,13 +154,8 @@ def worker_main(line: str, export_of: Callable[[str, str, str, ExportOptions, Se
         sys.stdout.flush()
 
     try:
-        # JSON has lists where settings have tuples.
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
-        }
-        values["object_store"] = ObjectSettings(**values["object_store"])
         export = export_of(
-            request["source"], request["destination"], request["to"], ExportOptions(**options), Settings(**values)
+            request["source"], request["destination"], request["to"], ExportOptions(**options), settings_in(settings)
         )
         export.execute(ExportShare(**share), lambda written, read: report(written=written, read=read))
     except Exception as error:  # noqa: BLE001 - the process that started this one raises it

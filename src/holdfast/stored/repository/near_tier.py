@@ -23,8 +23,9 @@ NEAR_FILE = f"{NEAR_FOLDER}tier.json"
 """Key of the record of the near tier, in the root."""
 
 _KIND = "near tier"
-_OWN = {RUN_FILE, README_FILE, LATEST_FILE, "tags", "timelines", "quarantine", "superseded", "readers", "collecting"}
-"""First parts of the keys that a near tier has, without epochs and steps."""
+_FOLDERS = {"tags", "timelines", "quarantine", "superseded", "readers", "collecting"}
+_OWN = {RUN_FILE, README_FILE, LATEST_FILE, *_FOLDERS, "job.json"}
+"""First parts of the keys that a near tier has, without epochs, steps and the files of its agent."""
 _BYTES_MAX = 1 << 16
 
 

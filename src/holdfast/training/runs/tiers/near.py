@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from holdfast.training.coordination.job import Job, error_text, raise_together
 from holdfast.training.loading.statuses import gather_errors
 from holdfast.training.runs.run_parts import RunParts, RunState
 from holdfast.training.runs.step_request import StepRequest
+from holdfast.training.runs.tiers.agent import JOB_FILE, AgentStarter, note_job
 from holdfast.training.runs.tiers.drain import Drain
 from holdfast.training.runs.tiers.drain_facts import manifest_in, undrained
 from holdfast.training.runs.tiers.offline_drain import NearDrain
@@ -51,6 +52,9 @@ class NearPlace:
 
     is_memory: bool = False
     """Whether the folder is in memory, so that the end of the job empties it."""
+
+    agent: Sequence[str] = ()
+    """The command of the agent; empty for none."""
 
 
 class NearTier:
@@ -96,6 +100,9 @@ class NearTier:
                 place.keep_last + 1,
             )
         """Whether the next step has a place near."""
+        self._agent = AgentStarter(place.store.url, place.agent) if place.agent and job.comm.rank == 0 else None
+        if job.comm.rank == 0:
+            note_job(place.store, job.clock, job.settings.lease_seconds)
         self.parts.may_collect = lambda: self.drain.has_adopted
         self.parts.on_commit = self._note_commit
         self.parts.why_no_room = self.room.why_not
@@ -109,6 +116,11 @@ class NearTier:
     def _note_commit(self, step: int, digest: str, is_due: bool) -> None:
         if self._job.comm.rank == 0 and (manifest := manifest_in(self._place.store, (step, digest))) is not None:
             self.room.note_saved(manifest)
+        if self._agent is not None:
+            try:
+                self._agent.require()
+            except OSError as error:
+                self._job.warn_once(self._place.store.url, f"no agent could be started: {error}")
         self.drain.note_commit(step, digest, is_due)
 
     def close(self, may_wait: Callable[[], bool]) -> None:
@@ -139,6 +151,9 @@ class NearTier:
                 self._drain_for_earlier_job(may_wait)
         finally:
             self._root.close(may_wait)
+            if job.comm.rank == 0:
+                with suppress(CheckpointError):
+                    self._place.store.delete([JOB_FILE])
 
     def _drain_for_earlier_job(self, may_wait: Callable[[], bool]) -> None:
         """Drain at the end of a job that has saved nothing, as `holdfast drain` does; also empty a tier in memory."""

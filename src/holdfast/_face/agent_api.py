@@ -1,0 +1,104 @@
+"""The agent of a near tier: the public functions, and the entry of its process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from holdfast._face import wiring
+from holdfast.backends.stores.shelf import is_in_memory
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
+from holdfast.core.engine.child_python import command_of, settings_in
+from holdfast.errors import InvalidError, MissingError
+from holdfast.policies import Tier
+from holdfast.settings import Settings
+from holdfast.training.runs.tiers.agent import Agent, AgentStatus, Patience, read_status, run_agent
+from holdfast.training.runs.tiers.offline_drain import NearDrain
+
+
+def agent(
+    near: str,
+    root: wiring.Path | None = None,
+    *,
+    orphan_seconds: float = 300.0,
+    linger_seconds: float = 1800.0,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> None:
+    """Watch a near tier in this process; if no job comes back, drain as `drain` does. Returns at the end of the watch.
+
+    `CheckpointManager(root, near=holdfast.Tier(…, agent=True))` starts such a process. SIGTERM ends it: at once while a
+    job lives, else after a drain.
+
+    Example:
+        holdfast.api.agent("/dev/shm/run-8", orphan_seconds=60)
+    Args:
+        near: The folder of the near tier.
+        root: The root; None for the one that the near tier names.
+        orphan_seconds: Seconds without a job after which the steps are drained.
+        linger_seconds: Seconds after the drain for which the near tier stays.
+        settings: How to reach storage.
+    Raises:
+        MissingError: The folder is no near tier.
+        ConflictError: Another process watches it.
+    """
+    for name, value in (("orphan_seconds", orphan_seconds), ("linger_seconds", linger_seconds)):
+        if not 0 <= value < float("inf"):
+            raise InvalidError(f"agent({name}={value!r}): expected seconds, 0 or more")
+    run, clock = wiring.two_roots(near, root, settings), SystemClock()
+    drain = NearDrain(run, clock, wiring.codecs())
+    patience = Patience(orphan_seconds, linger_seconds)
+    is_memory = is_in_memory(run.near.url)
+    run_agent(run.near.url, Agent(drain, clock, settings.lease_seconds, patience, is_memory=is_memory))
+
+
+def agent_status(near: str) -> AgentStatus:
+    """Return what the agent of a near tier last wrote about itself, and whether it runs.
+
+    Args:
+        near: The folder of the near tier.
+    Raises:
+        MissingError: There was none.
+    """
+    path = os.path.realpath(os.path.expanduser(near))
+    status = read_status(path)
+    if status is None:
+        raise MissingError(f"{path}: no agent has watched this folder; expected agent.json. Start one: holdfast agent")
+    return status
+
+
+def agent_command(tier: Tier, near: str, root: Store, settings: Settings) -> Sequence[str]:
+    """Return the command that a job starts its agent by.
+
+    Raises:
+        InvalidError: Another process cannot open the root.
+    """
+    if not wiring.is_named_by_url(root):
+        raise InvalidError(
+            f"Tier({near!r}, agent=True): no other process can open the root {root.url}; expected a path or a URL, or "
+            "agent=False"
+        )
+    request = {
+        "near": near,
+        "root": root.url,
+        "orphan_seconds": tier.orphan_seconds,
+        "linger_seconds": tier.linger_seconds,
+        "settings": asdict(settings),
+    }
+    return [*command_of("holdfast._face.agent_api:main"), json.dumps(request)]
+
+
+def main() -> int:
+    """Run the agent that a job has started."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    request = json.loads(sys.argv[2])
+    try:
+        agent(request.pop("near"), request.pop("root"), settings=settings_in(request.pop("settings")), **request)
+    except Exception as error:  # noqa: BLE001 - the log of the agent has it
+        logging.getLogger("holdfast").error("the agent ends: %s: %s", type(error).__name__, error)
+        return 1
+    return 0

@@ -1,0 +1,349 @@
+"""The agent of a near tier: a process that brings the newest step to the root if a killed job does not come back.
+
+A job drains by itself, so the agent only watches the writer lease, as the near tier shows it. States; each is in
+`agent.json` of the near tier:
+
+    watching  -> orphaned    the job was killed or has ended, and the root lacks steps
+    watching  -> ended       the job has ended, and the root lacks nothing; or SIGTERM while a job lives
+    orphaned  -> watching    another job has taken the next epoch
+    orphaned  -> draining    `orphan_seconds` have passed; at once after SIGTERM
+    draining  -> lingering   the root has each due step and the newest one
+    draining  -> orphaned    the root failed, and is asked again later; or a job came back meanwhile, and is seen next
+    lingering -> watching    a job has taken the next epoch
+    lingering -> ended       `linger_seconds` have passed; a near tier in memory is emptied if the root has all of it
+    any       -> ended       the near tier is gone
+
+A job lives if the process that made its manager lives (`job.json` near, from the manager to its close), or if the lease
+is held: by a living process, or with a heartbeat within the lease time where processes cannot be seen. A job that comes
+back during a drain finds the lease free before its first save: the drain stops at the next bytes.
+
+The agent has no part in a commit. Killed at any point, it leaves a drain that the next job, `holdfast drain` or another
+agent goes on with.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from holdfast.base.clock import Clock
+from holdfast.base.ports.store import Store
+from holdfast.base.types.epoch import Holder
+from holdfast.base.types.events import Event
+from holdfast.errors import CheckpointError, ConflictError, MissingError, first_three
+from holdfast.stored.leases.process import can_be_seen, is_gone, this_process
+from holdfast.stored.repository import epochs
+from holdfast.stored.repository.catalog import read_run_id
+from holdfast.training.runs.tiers.offline_drain import NearDrain
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE, STATUS_FILE, LOG_FILE, JOB_FILE = "agent.lock", "agent.json", "agent.log", "job.json"
+"""Names in the folder of the near tier. The process that holds the lock of the first is the agent."""
+
+_RETRY_SECONDS = 60.0
+_POLLS_PER_ORPHAN = 20
+_POLL_SECONDS_MAX = 5.0
+_LOWEST_PRIORITY = 19
+_JOB_BYTES_MAX = 1 << 16
+_STARTED: list[subprocess.Popen[bytes]] = []
+"""Agents of this process, which outlive their managers: Python warns of a child whose object is dropped."""
+
+State = Literal["watching", "orphaned", "draining", "lingering", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStatus:
+    """What an agent last wrote about itself."""
+
+    near: str
+    """The near tier."""
+
+    root: str
+    """The root."""
+
+    pid: int
+    """The process."""
+
+    state: State
+    """Its state."""
+
+    since_unix_seconds: float
+    """When the state began."""
+
+    waiting: tuple[int, ...] = ()
+    """Steps that the root lacks, as far as the agent knows."""
+
+    error: str = ""
+    """Why the last drain failed; empty if it did not."""
+
+    is_running: bool = False
+    """Whether the process runs; found by the reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long an agent waits."""
+
+    orphan_seconds: float
+    """Time without a job after which the agent drains."""
+
+    linger_seconds: float
+    """Time after the drain for which the near tier stays, so that a late job finds its steps near."""
+
+
+class Agent:
+    """The agent of one near tier. One thread runs; a handler of a signal calls `hurry`."""
+
+    def __init__(
+        self, drain: NearDrain, clock: Clock, lease_seconds: float, patience: Patience, *, is_memory: bool
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            drain: Drains both places without a job.
+            clock: The time.
+            lease_seconds: Longest time without a heartbeat of a job whose process cannot be seen from here.
+            patience: How long to wait.
+            is_memory: Whether the near tier is in memory, and is emptied at the end.
+        """
+        self._drain = replace(drain, observer=self)
+        self._clock, self._lease_seconds, self._patience = clock, lease_seconds, patience
+        self._near, self._is_memory = drain.run.near, is_memory
+        # Set by a handler of a process that saves nothing.
+        self._hurried = threading.Event()
+        self._beat: tuple[int, bytes | None] | None = None
+        self._beat_seconds = 0.0
+        self._state: State = "watching"
+        self._poll_seconds = min(patience.orphan_seconds / _POLLS_PER_ORPHAN, _POLL_SECONDS_MAX)
+
+    def hurry(self) -> None:
+        """End soon: drain at once if no job lives."""
+        self._hurried.set()
+
+    def on_event(self, event: Event) -> None:
+        """Stop a drain whose job has come back; called with the progress of the drain."""
+        if self._has_manager():
+            raise ConflictError(f"{self._near.url}: a job has come back, and drains by itself; this drain ends")
+
+    def run(self) -> None:
+        """Watch until the end."""
+        self._enter("watching")
+        while self._is_there():
+            if self._watched() or self._orphaned():
+                return
+
+    def _is_there(self) -> bool:
+        # The folder may go while the agent runs; nothing of it is made again.
+        return os.path.exists(os.path.join(self._near.url, LOCK_FILE))
+
+    def _watched(self) -> bool:
+        """Return once no job lives; True at the end of the agent."""
+        while self._has_job():
+            if self._hurried.wait(self._poll_seconds) or not self._is_there():
+                self._enter("ended")
+                return True
+        return False
+
+    def _orphaned(self) -> bool:
+        """Wait for a job, then drain, and wait again; True at the end of the agent, False once a job lives."""
+        waiting = self._waiting()
+        if not waiting and self._has_released():
+            self._enter("ended")
+            return True
+        self._enter("orphaned", waiting)
+        if self._job_within(self._patience.orphan_seconds):
+            self._enter("watching")
+            return False
+        while not self._drained():
+            if self._hurried.is_set() or self._job_within(min(_RETRY_SECONDS, self._patience.orphan_seconds)):
+                return self._hurried.is_set()
+        self._enter("lingering")
+        if self._job_within(self._patience.linger_seconds):
+            self._enter("watching")
+            return False
+        if self._is_memory and not self._hurried.is_set():
+            self._empty()
+        self._enter("ended")
+        return True
+
+    def _job_within(self, seconds: float) -> bool:
+        """Return whether a job came within some seconds; False at once after SIGTERM."""
+        start = self._clock.monotonic_seconds()
+        while self._clock.monotonic_seconds() - start < seconds and self._is_there():
+            if self._has_job():
+                return True
+            if self._hurried.wait(self._poll_seconds):
+                return False
+        return False
+
+    def _drained(self) -> bool:
+        self._enter("draining", self._waiting())
+        try:
+            report = self._drain.execute(self._lease_seconds, remove=False)
+        except CheckpointError as error:
+            logger.warning("%s: nothing more is drained for now: %s", self._near.url, error)
+            self._enter("orphaned", self._waiting(), str(error))
+            return False
+        logger.info("%s: no job came back; steps [%s] are in the root", self._near.url, first_three(report.steps))
+        return True
+
+    def _empty(self) -> None:
+        try:
+            # Steps that were saved for the near tier alone, and are not the newest, stay with the folder.
+            if not self._drain.planned().left:
+                self._drain.execute(self._lease_seconds, remove=True)
+        except CheckpointError as error:
+            logger.warning("%s: the near tier stays: %s", self._near.url, error)
+
+    def _waiting(self) -> tuple[int, ...]:
+        with suppress(CheckpointError):
+            return self._drain.planned().steps if read_run_id(self._near) is not None else ()
+        return ()
+
+    # -------------------------------------------------------------------------------------------------- the job
+
+    def _has_job(self) -> bool:
+        """Return whether a job lives. While the near tier does not answer, nothing is certain, and nothing is done."""
+        try:
+            return self._has_manager() or self._has_lease()
+        except CheckpointError as error:
+            logger.warning("%s: whether a job lives is unknown: %s", self._near.url, error)
+            return True
+
+    def _has_manager(self) -> bool:
+        with suppress(MissingError, ValueError, TypeError):
+            holder = Holder(**json.loads(self._near.get(JOB_FILE, _JOB_BYTES_MAX)))
+            return can_be_seen(holder) and not is_gone(holder)
+        return False
+
+    def _has_lease(self) -> bool:
+        number = epochs.newest_epoch(self._near)
+        if not number:
+            return True  # The job has not saved yet.
+        beat = epochs.read_heartbeat(self._near, number)
+        if beat == epochs.RELEASED:
+            return False
+        epoch = epochs.read_epoch(self._near, number)
+        if epoch is not None and can_be_seen(epoch.holder):
+            return not is_gone(epoch.holder)
+        now = self._clock.monotonic_seconds()
+        if (number, beat) != self._beat:
+            self._beat, self._beat_seconds = (number, beat), now
+        return now - self._beat_seconds < self._lease_seconds
+
+    def _has_released(self) -> bool:
+        number = epochs.newest_epoch(self._near)
+        return bool(number) and epochs.read_heartbeat(self._near, number) == epochs.RELEASED
+
+    def _enter(self, state: State, waiting: Sequence[int] = (), error: str = "") -> None:
+        self._state = state
+        logger.info("%s: %s", self._near.url, state)
+        root, now = self._drain.run.root.url, self._clock.unix_seconds()
+        status = AgentStatus(self._near.url, root, os.getpid(), state, now, tuple(waiting), error)
+        if self._is_there():
+            self._near.put(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False)
+
+
+def note_job(near: Store, clock: Clock, lease_seconds: float) -> None:
+    """Tell an agent that a job has come, from the process of rank 0."""
+    near.put(JOB_FILE, json.dumps(asdict(this_process(clock, lease_seconds))).encode(), durable=False)
+
+
+@contextmanager
+def agent_lock(near: str) -> Iterator[None]:
+    """Be the agent of a near tier for a block.
+
+    Raises:
+        ConflictError: Another process is the agent.
+    """
+    path = os.path.join(near, LOCK_FILE)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConflictError(
+                f"{near}: another agent runs; expected one. Ask for it: holdfast agent {near} --status"
+            ) from error
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_agent_running(near: str) -> bool:
+    """Return whether a process is the agent of a near tier."""
+    try:
+        fd = os.open(os.path.join(near, LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def read_status(near: str) -> AgentStatus | None:
+    """Return the last status of the agent of a near tier; None if there was none."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        with open(os.path.join(near, STATUS_FILE), encoding="utf-8") as file:
+            fields = json.load(file)
+        fields |= {"waiting": tuple(fields["waiting"]), "is_running": is_agent_running(near)}
+        return AgentStatus(**fields)
+    return None
+
+
+def run_agent(near: str, agent: Agent) -> None:
+    """Run an agent in this process until its end; SIGTERM and SIGINT end it soon.
+
+    Raises:
+        ConflictError: Another process is the agent.
+    """
+    with agent_lock(near):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: agent.hurry())
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+        agent.run()
+
+
+class AgentStarter:
+    """Starts the agent of a near tier from a job, and starts it again if it was killed. On rank 0."""
+
+    def __init__(self, near: str, command: Sequence[str]) -> None:
+        """Start nothing yet.
+
+        Args:
+            near: The folder.
+            command: The command of the agent.
+        """
+        self._near, self._command = near, command
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def require(self) -> None:
+        """Start the agent unless one runs; never waits for it. The near tier exists."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if is_agent_running(self._near):
+            return
+        log = os.open(os.path.join(self._near, LOG_FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            # A session of its own: Ctrl-C in the terminal, and a launcher that ends its group, do not reach the agent.
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            _STARTED.append(self._process)
+        finally:
+            os.close(log)

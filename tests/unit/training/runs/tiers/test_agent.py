@@ -1,0 +1,282 @@
+"""The agent: a process that brings the newest step to the root if a killed job does not come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import api
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError
+from holdfast.settings import Settings
+from holdfast.training.runs.tiers.agent import LOCK_FILE, AgentStatus, agent_lock, is_agent_running
+
+SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=2.0)
+LIMIT_SECONDS = 30.0
+
+
+def state_of(step: int) -> dict[str, object]:
+    return {"weights": torch.full((1000,), float(step)), "step": step}
+
+
+def steps_in(place: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in place.glob("step-*/manifest.json"))
+
+
+@dataclass
+class Run:
+    """The places of a run, and the processes of its jobs."""
+
+    root: Path
+    near: Path
+    orphan_seconds: float = 0.6
+    linger_seconds: float = 0.3
+    jobs: list[int] = field(default_factory=list)
+
+    def manager(self, **options: object) -> holdfast.CheckpointManager:
+        tier = holdfast.Tier(
+            self.near,
+            every=1,
+            keep_last=2,
+            agent=True,
+            orphan_seconds=self.orphan_seconds,
+            linger_seconds=self.linger_seconds,
+        )
+        options = {"every": 10, "preemption": False, "settings": SETTINGS, **options}
+        return holdfast.CheckpointManager(self.root, process_group=False, near=tier, **options)  # type: ignore[arg-type]
+
+    def begin(self, *steps: int, closes: bool = False) -> int:
+        """Save some steps in another process, which then waits to be killed; return its id once the steps are near."""
+        saved = self.root.parent / f"saved-{len(self.jobs)}"
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                manager = self.manager()
+                manager.load(state_of(0))
+                for step in steps:
+                    handle = manager.maybe_save(step, state_of(step))
+                    assert handle is not None
+                    handle.wait("near")
+                if closes:
+                    manager.close()
+                saved.touch()
+                while not closes:
+                    time.sleep(1.0)
+                status = 0
+            finally:
+                os._exit(status)
+        self.jobs.append(pid)
+        await_(lambda: saved.exists() or os.waitpid(pid, os.WNOHANG)[0] == pid)
+        assert saved.exists(), "the job failed"
+        if not closes:
+            await_(lambda: is_agent_running(str(self.near)) and (self.near / "agent.json").exists())
+        return pid
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        self.jobs.remove(pid)
+
+    def status(self) -> AgentStatus:
+        return api.agent_status(str(self.near))
+
+    def await_end(self) -> None:
+        await_(lambda: not is_agent_running(str(self.near)))
+
+
+def await_(is_true: Callable[[], bool]) -> None:
+    limit = time.monotonic() + LIMIT_SECONDS
+    while not is_true():
+        assert time.monotonic() < limit, "it did not come"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path / "root", tmp_path / "near")
+    yield made
+    for pid in made.jobs:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if is_agent_running(str(made.near)):
+        os.kill(made.status().pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def memory(run: Run) -> Iterator[Run]:
+    folder = Path(mkdtemp(dir="/dev/shm"))
+    run.near = folder / "near"
+    yield run
+    if is_agent_running(str(run.near)):
+        os.kill(run.status().pid, signal.SIGKILL)
+    shutil.rmtree(folder)
+
+
+def test_the_newest_step_of_a_killed_job_comes_to_the_root(run: Run) -> None:
+    job = run.begin(1, 2, 3)
+    assert steps_in(run.root) == []
+    run.kill(job)
+    run.await_end()
+    assert steps_in(run.root) == [3] and run.status().state == "ended" and not run.status().is_running
+    assert steps_in(run.near) == [2, 3], "a tier on a disk stays"
+    with run.manager() as manager:
+        state = state_of(0)
+        assert manager.load(state) == 3 and state["step"] == 3
+
+
+def test_a_near_tier_in_memory_is_emptied_if_the_root_has_all_of_it(memory: Run) -> None:
+    memory.kill(memory.begin(10))
+    memory.await_end()
+    assert steps_in(memory.root) == [10] and steps_in(memory.near) == []
+
+
+def test_a_step_for_the_near_tier_alone_keeps_the_memory(memory: Run) -> None:
+    memory.kill(memory.begin(1, 2))
+    memory.await_end()
+    assert steps_in(memory.root) == [2] and steps_in(memory.near) == [1, 2]
+
+
+def test_a_job_that_comes_back_in_time_drains_by_itself(run: Run) -> None:
+    run.orphan_seconds = 3.0
+    job = run.begin(1, 2)
+    agent = run.status().pid
+    run.kill(job)
+    await_(lambda: run.status().state == "orphaned")
+    assert run.status().waiting == (2,)
+    job = run.begin(3)
+    await_(lambda: run.status().state == "watching")
+    time.sleep(0.5)
+    assert run.status().pid == agent and run.status().is_running, "one agent for both jobs"
+    assert steps_in(run.root) == []
+    run.kill(job)
+
+
+def test_the_end_of_a_job_ends_the_agent(run: Run) -> None:
+    job = run.begin(1, 2, closes=True)
+    os.waitpid(job, 0)
+    run.jobs.remove(job)
+    await_(lambda: (run.near / "agent.json").exists() and run.status().state == "ended")
+    run.await_end()
+    assert steps_in(run.root) == [2]
+
+
+def test_a_killed_agent_is_started_again_by_the_next_save(run: Run) -> None:
+    with run.manager() as manager:
+        manager.load(state_of(0))
+        manager.maybe_save(1, state_of(1)).wait("near")  # type: ignore[union-attr]
+        await_(lambda: is_agent_running(str(run.near)) and (run.near / "agent.json").exists())
+        first = run.status().pid
+        os.kill(first, signal.SIGKILL)
+        await_(lambda: not is_agent_running(str(run.near)))
+        manager.maybe_save(2, state_of(2)).wait("near")  # type: ignore[union-attr]
+        await_(lambda: is_agent_running(str(run.near)) and run.status().pid != first)
+
+
+def test_sigterm_drains_at_once_if_no_job_lives_and_ends_at_once_if_one_does(run: Run) -> None:
+    run.orphan_seconds = 600.0
+    job = run.begin(1, 2)
+    os.kill(run.status().pid, signal.SIGTERM)
+    run.await_end()
+    assert steps_in(run.root) == []
+    run.kill(job)
+    job = run.begin(3)
+    run.kill(job)
+    await_(lambda: run.status().state == "orphaned")
+    os.kill(run.status().pid, signal.SIGTERM)
+    run.await_end()
+    assert steps_in(run.root) == [3]
+
+
+def test_a_root_that_fails_is_asked_again(run: Run) -> None:
+    job = run.begin(1, 2)
+    away = run.root.with_name("away")
+    run.root.rename(away)
+    run.root.write_text("not a folder")
+    run.kill(job)
+    await_(lambda: bool(run.status().error))
+    assert run.status().state in ("orphaned", "draining") and run.status().is_running
+    run.root.unlink()
+    away.rename(run.root)
+    run.await_end()
+    assert steps_in(run.root) == [2]
+
+
+def test_a_near_tier_that_goes_ends_the_agent_and_stays_gone(run: Run) -> None:
+    run.orphan_seconds = 600.0
+    job = run.begin(1)
+    pid = run.status().pid
+    run.kill(job)
+    shutil.rmtree(run.near)
+    await_(lambda: not Path(f"/proc/{pid}/cmdline").exists() or b"agent_api" not in _command(pid))
+    assert not run.near.exists() and steps_in(run.root) == []
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_second_agent_is_refused_and_a_status_needs_a_first(run: Run, tmp_path: Path) -> None:
+    with run.manager() as manager:
+        manager.load(state_of(0))
+        manager.maybe_save(1, state_of(1)).wait("near")  # type: ignore[union-attr]
+        await_(lambda: is_agent_running(str(run.near)))
+        with pytest.raises(ConflictError, match="another agent runs"):
+            api.agent(str(run.near))
+    with pytest.raises(MissingError, match="no agent has watched"):
+        api.agent_status(str(tmp_path))
+    with pytest.raises(MissingError, match="no near tier"):
+        api.agent(str(tmp_path))
+    with pytest.raises(InvalidError, match="orphan_seconds"):
+        api.agent(str(run.near), orphan_seconds=-1)
+    with pytest.raises(InvalidError, match=r"Tier\(linger_seconds"):
+        holdfast.Tier(run.near, every=1, linger_seconds=float("nan"))
+    with pytest.raises(InvalidError, match="no other process can open the root"):
+        holdfast.CheckpointManager(
+            "memory://agent-test", process_group=False, near=holdfast.Tier(run.near, every=1, agent=True)
+        )
+
+
+def test_the_lock_is_free_after_its_holder(tmp_path: Path) -> None:
+    with agent_lock(str(tmp_path)):
+        assert is_agent_running(str(tmp_path))
+    assert not is_agent_running(str(tmp_path)) and (tmp_path / LOCK_FILE).exists()
+
+
+def test_the_command_shows_the_status(run: Run) -> None:
+    with run.manager() as manager:
+        manager.load(state_of(0))
+        manager.maybe_save(1, state_of(1)).wait("near")  # type: ignore[union-attr]
+        await_(lambda: (run.near / "agent.json").exists())
+        command = [sys.executable, "-m", "holdfast.cli", "agent", str(run.near), "--status"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "watching for" in shown
+        told = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+        assert told["state"] == "watching" and told["is_running"] and told["root"] == str(run.root)
+
+
+def test_the_agent_needs_no_torch(run: Run) -> None:
+    code = "import sys, holdfast._face.agent_api; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    job = run.begin(1)
+    fields = Path(f"/proc/{run.status().pid}/status").read_text().split("\n")
+    anonymous = next(int(line.split()[1]) for line in fields if line.startswith("RssAnon"))
+    assert anonymous < 80 << 10, f"{anonymous >> 10} MiB"
+    run.kill(job)
+    with pytest.raises(CheckpointError):
+        api.agent(str(run.near / "absent"))
