@@ -174,7 +174,7 @@ GOALS = (
         "shelf_save_vs_memcpy", "near tier in memory, save until it is there, hashed ÷ one copy of its bytes", 1.5, 1.9
     ),
     _less("shelf_cpu_vs_disk", "the same save, processor time ÷ a save to a disk", 0.75, 0.9),
-    _less("stall_copy_vs_memcpy", "time that a save into memory blocks training ÷ one copy of its bytes", 1.1, 1.3),
+    _less("shelf_stall_vs_memcpy", "time that a save into memory blocks training ÷ one copy of its bytes", 1.1, 1.3),
     _more("recover_vs_disk", "load from a near tier in memory: speed ÷ a cold load from a disk", 1.8, 1.4),
     _more("recover_cpu_vs_disk", "the same load, processor time of the disk's ÷ its own", 1.2, 1.05),
     _more(

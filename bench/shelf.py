@@ -92,7 +92,7 @@ def keys(rounds: list[Round]) -> dict[str, Spread]:
     return {
         "shelf_save_vs_memcpy": spread_of([each["shelf_save"] / each["memcpy"] for each in rounds]),
         "shelf_cpu_vs_disk": spread_of([each["shelf_save_cpu"] / each["disk_save_cpu"] for each in rounds]),
-        "stall_copy_vs_memcpy": spread_of([each["stall"] / each["memcpy"] for each in rounds]),
+        "shelf_stall_vs_memcpy": spread_of([each["stall"] / each["memcpy"] for each in rounds]),
         "recover_vs_disk": spread_of([each["disk_load"] / each["shelf_load"] for each in rounds]),
         "recover_cpu_vs_disk": spread_of([each["disk_load_cpu"] / each["shelf_load_cpu"] for each in rounds]),
     }

@@ -63,6 +63,13 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
     is_memory = is_in_memory(path)
     keep_last = tier.keep_last if tier.keep_last is not None else 1 if is_memory else 2
     assert not isinstance(tier.every, int), "the tier has made a policy of a number"
+    if is_memory:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        if os.stat(path).st_mode & 0o077:
+            raise InvalidError(
+                f"near={tier.path}: other users may look into the folder; expected mode 0700, since all users of "
+                f"the host share its memory. Nothing was touched. chmod 700 {path}"
+            )
     store = wiring.near_store_at(path, settings)
     bytes_max = tier.bytes_max
     if is_memory and bytes_max is None:
@@ -73,7 +80,6 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
 
 def _memory_for(store: LocalStore) -> int:
     """Return how many bytes a near tier in memory may have, since the caller does not say."""
-    os.makedirs(store.url, mode=0o700, exist_ok=True)
     held = sum(entry.bytes for entry in store.list())
     on_mount, on_host = store.free_bytes() or 0, min(domain.free_bytes for domain in memory_domains())
     return (min(on_mount, on_host) + held) // _MEMORY_SHARE

@@ -47,7 +47,7 @@ class LocalUpload:
         *,
         may_be_less: bool = False,
         fd: int | None = None,
-        is_allocated: bool = False,
+        is_reserved: bool = False,
     ) -> None:
         """Create the file in the open `folder` and reserve its space; if that fails, remove the file.
 
@@ -59,7 +59,7 @@ class LocalUpload:
             ledger: Sizes and place of the object; no part is written yet.
             may_be_less: Whether the file may become smaller than that.
             fd: The file, if it is there under its name; the upload closes the descriptor.
-            is_allocated: Whether that file has its space.
+            is_reserved: Whether to reserve nothing.
         """
         self._syscalls = syscalls
         self._folders = folders
@@ -80,7 +80,7 @@ class LocalUpload:
         self._fd = folders.create(parts[-1], NEW, folder=folder) if fd is None else fd
         try:
             self._direct = switch_to_direct(syscalls, self._fd)
-            if not is_allocated:
+            if not is_reserved:
                 reserve_space(syscalls, self._fd, ledger.bytes_max, is_bound=may_be_less)
         except BaseException:
             try:

@@ -1,8 +1,7 @@
 """A store in a folder in memory (tmpfs) that uses the memory of deleted files again: a save takes one copy.
 
-An upload that has a spare (`spares.py`) hands out the memory of the file. Any other upload writes as into a file of a
-disk, since fresh pages are slower through a mapping. Their space is allocated before: a write into a mapping of a full
-file system would kill the process with SIGBUS.
+An upload that has a spare (`spares.py`) hands out the memory of the file. Any other writes by calls: fresh pages are
+slower through a mapping, and a write into a mapping of a full file system kills the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from holdfast.base.ports.readable import Release
 from holdfast.errors import UnavailableError
 from holdfast.settings import MIB, Settings
 
-_IN_MEMORY = ("tmpfs", "ramfs")
+_IN_MEMORY = "tmpfs"
 
 _BLOCK_BYTES = 512
 """The unit of `st_blocks`."""
@@ -56,16 +55,20 @@ class ShelfUpload(LocalUpload):
     ) -> None:
         """Take a spare, or create a file; arguments as of `LocalUpload`."""
         self._spares = spares
-        spare = fd = None
+        self._memory: memoryview | None = None
+        fd = None
         if ledger.bytes_max >= _SPARE_BYTES_MIN:
             with folders.opened(()) as root:
                 spare = spares.take(root, ledger.bytes_max)
                 if spare is not None:
                     fd = _named(syscalls, root, spare, folder, parts[-1], ledger.bytes_max)
-        # Not through a mapping into a hole: if the file system is full, that kills the process.
-        is_allocated = fd is not None and syscalls.fstat(fd).st_blocks * _BLOCK_BYTES >= ledger.bytes_max
-        self._memory = spare.memory if spare is not None and is_allocated else None
-        options = {"may_be_less": may_be_less, "is_allocated": is_allocated}
+                elif _free_bytes(root) < ledger.bytes_max:
+                    spares.trim(0)  # None fits, and the upload needs their memory.
+            # Not through a mapping into a hole: if the file system is full, that kills the process.
+            if fd is not None and syscalls.fstat(fd).st_blocks * _BLOCK_BYTES >= ledger.bytes_max:
+                self._memory = spare.memory if spare is not None else None
+        # Reserving would take as long as writing: the kernel clears each page.
+        options = {"may_be_less": may_be_less, "is_reserved": True}
         super().__init__(syscalls, folders, folder, parts, ledger, fd=fd, **options)
 
     def room(self, offset: int, length_bytes: int) -> memoryview | None:
@@ -89,6 +92,12 @@ class ShelfUpload(LocalUpload):
             if self._memory is not None:
                 self._spares.keep(self._fd, self._memory)
         super().complete(total_bytes)
+        self._memory = None
+
+    def abort(self) -> None:
+        """Remove the file unless it was completed; its memory lives until the last copy into a room is over."""
+        self._memory = None
+        super().abort()
 
     def _require_named(self) -> None:
         """Require the file under its name: one that another process removed may have the name of a spare now."""
@@ -101,15 +110,26 @@ class ShelfUpload(LocalUpload):
 
 def _named(syscalls: Syscalls, root: int, spare: Spare, folder: int, name: str, total_bytes: int) -> int:
     """Give a spare the name and the size of an upload; return its descriptor."""
+    is_named = False
     try:
         # A link refuses a name that is taken. The descriptor of the spare keeps other uploads from it.
         syscalls.link(spare.name, name, dir_fd=root, new_dir_fd=folder)
-        syscalls.unlink(spare.name, dir_fd=root)
+        is_named = True
+        with suppress(FileNotFoundError):  # Another rank has trimmed the hidden name.
+            syscalls.unlink(spare.name, dir_fd=root)
         syscalls.ftruncate(spare.fd, total_bytes)
     except BaseException:
+        if is_named:
+            with suppress(OSError):
+                syscalls.unlink(name, dir_fd=folder)
         close_quietly(syscalls, spare.fd)
         raise
     return spare.fd
+
+
+def _free_bytes(folder: int) -> int:
+    found = os.fstatvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 class ShelfStore(LocalStore):
@@ -175,4 +195,4 @@ def is_in_memory(path: str) -> bool:
         return False
     around = [(place, kind) for place, kind in mounts if os.path.commonpath([path, place]) == place]
     # Of two mounts at one place the later one is seen.
-    return bool(around) and max(enumerate(around), key=lambda each: (len(each[1][0]), each[0]))[1][1] in _IN_MEMORY
+    return bool(around) and max(enumerate(around), key=lambda each: (len(each[1][0]), each[0]))[1][1] == _IN_MEMORY

@@ -64,21 +64,23 @@ class Spares:
 
     def keep(self, fd: int, memory: memoryview) -> None:
         """Keep the mapping of a completed upload, in case the file becomes a spare."""
-        status = self._syscalls.fstat(fd)
-        with self._lock:
-            for inode, (kept, _) in list(self._kept.items()):
-                if not self._syscalls.fstat(kept).st_nlink:
-                    self._forget(inode)
+        self._forget_removed()
+        with suppress(OSError), self._lock:  # Without descriptors that are left, the file is mapped again.
+            status = self._syscalls.fstat(fd)
             self._kept[status.st_dev, status.st_ino] = self._syscalls.duplicate(fd), memory
 
-    def _forget(self, inode: _Inode) -> None:
-        fd, _ = self._kept.pop(inode)
-        close_quietly(self._syscalls, fd)
+    def _forget_removed(self) -> None:
+        """Let go of files that have no name any more: their memory lives as long as the mapping."""
+        with self._lock:
+            for inode, (fd, _) in list(self._kept.items()):
+                if not self._syscalls.fstat(fd).st_nlink:
+                    del self._kept[inode]
+                    close_quietly(self._syscalls, fd)
 
     def retire(self, folder: int, name: str) -> None:
-        """Give a file a hidden name too; the caller then removes the other one."""
+        """Give a file a hidden name too, if possible; the caller then removes the other one."""
         if self._has_leases:
-            with self._folders.opened(()) as root, suppress(FileNotFoundError):
+            with suppress(OSError), self._folders.opened(()) as root:
                 hidden = PREFIX + self._clock.random_bytes(12).hex()
                 self._syscalls.link(name, hidden, dir_fd=folder, new_dir_fd=root)
 
@@ -89,13 +91,17 @@ class Spares:
         return 0
 
     def trim(self, bytes_max: int) -> None:
-        """Remove spares, the largest first, until they have at most so many bytes."""
+        """Remove spares until they have at most so many bytes: first those that have another name, then the oldest."""
+        most = bytes_max if self._has_leases else 0
         with suppress(FileNotFoundError), self._folders.opened(()) as root:
-            found = sorted(self._found(root).items(), key=lambda each: each[1].st_size)
-            most = bytes_max if self._has_leases else 0
-            while found and sum(status.st_size for _, status in found) > most:
-                with suppress(FileNotFoundError):
-                    self._syscalls.unlink(found.pop()[0], dir_fd=root)
+            found = sorted(self._found(root).items(), key=lambda each: (each[1].st_nlink == 1, each[1].st_ctime_ns))
+            left = sum(status.st_size for _, status in found)
+            for name, status in found:
+                if left > most or status.st_nlink != 1:
+                    with suppress(FileNotFoundError):
+                        self._syscalls.unlink(name, dir_fd=root)
+                    left -= status.st_size
+        self._forget_removed()
 
     def take(self, root: int, bytes_min: int) -> Spare | None:
         """Return a spare of at least so many bytes that no other process has open; None if there is none."""
@@ -104,9 +110,10 @@ class Spares:
         for name, status in sorted(
             found, key=lambda each: ((each[1].st_dev, each[1].st_ino) not in self._kept, each[1].st_size)
         ):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # Gone, or no mapping is left: the upload takes fresh pages.
                 if self._has_leases and (spare := self._taken(root, name, (status.st_dev, status.st_ino))) is not None:
                     return spare
+        self._forget_removed()
         return None
 
     def _taken(self, root: int, name: str, inode: _Inode) -> Spare | None:
@@ -115,7 +122,8 @@ class Spares:
         fd = self._syscalls.open(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=root) if kept is None else kept[0]
         try:
             status = self._syscalls.fstat(fd)
-            if self._is_alone(fd) and status.st_nlink == 1 and (status.st_dev, status.st_ino) == inode:
+            # The names first: the lease makes other opens wait, and nothing opens a hidden name but an upload.
+            if status.st_nlink == 1 and (status.st_dev, status.st_ino) == inode and self._is_alone(fd):
                 memory = memoryview(self._syscalls.map_shared(fd, status.st_size)) if kept is None else kept[1]
                 spare, fd = Spare(name, fd, memory), -1
                 return spare

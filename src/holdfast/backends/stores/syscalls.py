@@ -11,6 +11,7 @@ import fcntl
 import logging
 import mmap
 import os
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -82,11 +83,15 @@ class Syscalls:
             raise OSError(errno.EIO, f"the file was cut short meanwhile ({error})") from error
 
     def map_shared(self, fd: int, total_bytes: int) -> mmap.mmap:
-        """Map the first `total_bytes` of a file, whose space is allocated. Writes to the memory change the file."""
-        return mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        """Map the first `total_bytes` of a file for this process alone. Writes to the memory change the file."""
+        memory = mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory.madvise(mmap.MADV_DONTFORK)
+        return memory
 
     def lease(self, fd: int, kind: int) -> None:
         """Ask for a lease on an open file, or give one back; the kernel refuses a write lease beside other users."""
+        # The kernel sends the holder a signal at another open. Without this it is SIGIO, which ends the process.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
 
     def duplicate(self, fd: int) -> int:

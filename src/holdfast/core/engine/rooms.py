@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from holdfast.base.ports.store import Upload
 from holdfast.base.types.plan import PlannedPack
+from holdfast.errors import CheckpointError, UnavailableError
 
 
 class PackRooms:
-    """One upload for each pack. The thread that copies and the thread that writes share them, in whatever order."""
+    """One upload for each pack that is not coded. The thread that copies and the thread that writes share them.
 
-    def __init__(self, begin: Callable[[PlannedPack], Upload]) -> None:
-        """Begin no upload yet.
+    All are begun at once, on one thread, so no lock is needed: a handler of a signal may give the save up meanwhile.
+    """
+
+    def __init__(self, begin: Callable[[PlannedPack], Upload], packs: Iterable[PlannedPack]) -> None:
+        """Begin the uploads.
 
         Args:
             begin: Begins the upload of a pack.
+            packs: The packs of a save.
+        Raises:
+            CheckpointError: An upload could not be begun; nothing of the others is left.
         """
-        self._begin, self._uploads = begin, dict[str, Upload]()
-        # Threads of saves alone take the lock: a handler of a signal runs on none of them.
-        self._lock = threading.Lock()
+        self._uploads: dict[str, Upload] = {}
+        try:
+            for pack in packs:
+                if not pack.plan.is_coded:
+                    self._uploads[pack.key] = begin(pack)
+        except BaseException:
+            self.abort()
+            raise
 
     def of(self, pack: PlannedPack) -> Upload:
-        """Return the upload of a pack; the first call begins the upload.
+        """Return the upload of a pack.
 
         Raises:
-            CheckpointError: As `Store.upload`.
+            UnavailableError: The save was given up.
         """
-        with self._lock:
-            if pack.key not in self._uploads:
-                self._uploads[pack.key] = self._begin(pack)
-            return self._uploads[pack.key]
+        upload = self._uploads.get(pack.key)
+        if upload is None:
+            raise UnavailableError(f"{pack.key}: the save was given up before this pack was written")
+        return upload
 
     def room(self, pack: PlannedPack, offset: int, window_bytes: int) -> memoryview | None:
         """Return the memory of one window of a pack; None if the copy needs other memory."""
-        count = min(window_bytes, pack.bytes - offset)
-        return None if pack.plan.is_coded or count <= 0 else self.of(pack).room(offset, count)
+        upload, count = self._uploads.get(pack.key), min(window_bytes, pack.bytes - offset)
+        return None if upload is None or count <= 0 else upload.room(offset, count)
 
     def abort(self) -> None:
-        """Abort the uploads that are not complete, after a failure."""
-        with self._lock:
-            uploads = list(self._uploads.values())
-        for upload in uploads:
-            upload.abort()
+        """Abort the uploads that are not complete. Copies under way end in memory that nothing names any more."""
+        uploads, self._uploads = self._uploads, {}
+        for upload in uploads.values():
+            with suppress(CheckpointError):  # The files of a failed save are removed by key too.
+                upload.abort()

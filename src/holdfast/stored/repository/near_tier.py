@@ -118,9 +118,9 @@ def empty_near(run: TwoRoots) -> None:
     """
     near = run.near
     keys = [entry.key for entry in near.list("")]
-    near.delete(
-        [key for key in keys if key.partition("/")[0] in _OWN or step_of_folder(key.partition("/")[0]) is not None]
-    )
+    firsts, own = {key: key.partition("/")[0] for key in keys}, _OWN - {RUN_FILE}
+    near.delete([key for key, first in firsts.items() if first in own or step_of_folder(first) is not None])
+    near.delete([RUN_FILE])  # Last: without it no command knows the folder.
     record = read_near(run.root)
     if record is not None and record.url == near.url:
         run.root.delete([NEAR_FILE])

@@ -77,8 +77,9 @@ class Transfer:
         self._on_written, self._weights = on_written, weights
         self._stall_seconds = job.stall_seconds + _capped_seconds(packs, writer, job)
         """After this time without a written byte the save counts as hung."""
-        self._rooms = PackRooms(writer.begin) if writer.lends_memory else None
-        self._staging = Staging(job.arena, rooms=self._rooms)
+        self._rooms: PackRooms | None = None
+        """Memory of the store for a save in the background, if the store lends some."""
+        self._staging = Staging(job.arena)
         self._written: list[WrittenPack] | None = None
         self._has_left_write = False
         """Whether the call has ended before its write: the write must end with its next window."""
@@ -99,9 +100,12 @@ class Transfer:
         arena, shards = self._job.arena, collected.shards
         sources = [shard.source for shard in shards]
         is_lazy = not awaited and self._job.settings.staging == "lazy" and self._can_be_lazy(collected)
-        buffers = sum(-(-pack.bytes // arena.buffer_bytes) for pack in self._packs)
-        # Memory of the store takes the place of the arena, but for packs that are coded.
-        if awaited or not arena.holds(1 if is_lazy or self._rooms is not None else buffers):
+        if not awaited and self._writer.lends_memory:
+            self._rooms = self._staging.rooms = PackRooms(self._writer.begin, self._packs)
+        buffers = sum(-(-pack.bytes // arena.buffer_bytes) for pack in self._packs if not self._has_room(pack))
+        needed = min(buffers, 1) if is_lazy else buffers
+        if awaited or (needed and not arena.holds(needed)):
+            self._abort_rooms()
             self._written = self._write_in_call(sources)
             self._reach_staged()
             return
@@ -131,6 +135,7 @@ class Transfer:
         if self._written is not None:
             return self._written
         try:
+            self._staging.raise_failure()
             written = self._write_packs(
                 lambda pack, *how: self._writer.write_staged(pack, self._staging, *how), self._on_progress
             )
@@ -141,15 +146,24 @@ class Transfer:
             self._require_expected(written)
         except BaseException as error:
             self.give_up(error)
-            if self._rooms is not None:
-                self._rooms.abort()
             raise
         return written
+
+    def _has_room(self, pack: PlannedPack) -> bool:
+        """Return whether the copy of a pack goes into memory of the store, and needs none of the arena."""
+        return self._rooms is not None and self._rooms.room(pack, 0, self._job.arena.buffer_bytes) is not None
+
+    def _abort_rooms(self) -> None:
+        if self._rooms is not None:
+            self._rooms.abort()
+            self._rooms = self._staging.rooms = None
 
     def give_up(self, error: BaseException) -> None:
         """Stop copying and writing; return the lent buffers and release a blocked training thread."""
         self._staging.give_up(error)
         self._stamps.clear()
+        if self._rooms is not None:
+            self._rooms.abort()
         if not self._is_copying:
             # No copy thread exists that would return the buffers.
             self._staging.end()

@@ -9,6 +9,7 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -216,14 +217,16 @@ def test_without_leases_nothing_is_used_again_and_it_is_said_once(
 class Full(Syscalls):
     """A full file system."""
 
-    def fallocate(self, fd: int, total_bytes: int) -> None:
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_full_file_system_is_an_error_and_leaves_nothing(folder: Path) -> None:
     place = shelf(folder, Full())
+    upload = place.upload("a/1", COUNT, PART)
     with pytest.raises(UnavailableError, match="No space left"):
-        place.upload("a/1", COUNT, PART)
+        upload.write(0, memoryview(bytes(PART)))
+    upload.abort()
     assert list(folder.rglob("*")) == []
 
 
@@ -244,29 +247,91 @@ def test_all_bytes_count_as_cached(folder: Path) -> None:
 
 
 def test_the_memory_of_a_spare_with_holes_is_not_lent(folder: Path) -> None:
-    seen: list[int] = []
-
-    class Counted(Syscalls):
-        def fallocate(self, fd: int, total_bytes: int) -> None:
-            seen.append(total_bytes)
-            super().fallocate(fd, total_bytes)
-
+    class Unfilled(Syscalls):
         def map_shared(self, fd: int, total_bytes: int) -> mmap.mmap:
             return mmap.mmap(fd, total_bytes)  # As a kernel without space to fill the holes.
 
-    place = shelf(folder, Counted())
+    place = shelf(folder, Unfilled())
+    (folder / "1").touch()
+    os.truncate(folder / "1", COUNT)  # As a killed writer leaves a file that it has not written.
+    retire(place, "1")
+    upload = place.upload("2", COUNT, PART)
+    assert upload.room(0, PART) is None and spares_in(folder) == []
+    upload.abort()
+    assert store(place, "3", content(3)) is False and place.get("3", COUNT) == content(3)
+
+
+def test_spares_that_do_not_fit_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = shelf(folder)
+    for number in range(4):
+        store(place, f"{number}", content(number))
+    place.delete(["0", "1"])
+    assert len(spares_in(folder)) == 2
+    store(place, "larger", content(5, 2 * COUNT))
+    assert len(spares_in(folder)) == 2, "there is room for both"
+    place.delete(["larger"])
+    assert len(spares_in(folder)) == 1, "the oldest go first"
+    assert (folder / spares_in(folder)[0]).stat().st_size == 2 * COUNT
+    monkeypatch.setattr("holdfast.backends.stores.shelf._free_bytes", lambda folder: 0)
+    place.upload("largest", 3 * COUNT, PART).abort()
+    assert spares_in(folder) == []
+
+
+def test_a_spare_that_is_trimmed_while_it_is_taken_is_taken(folder: Path) -> None:
+    class Trimmed(Syscalls):
+        def link(self, name: str, new_name: str, *, dir_fd: int, new_dir_fd: int | None = None) -> None:
+            super().link(name, new_name, dir_fd=dir_fd, new_dir_fd=new_dir_fd)
+            if name.startswith(PREFIX):
+                os.unlink(name, dir_fd=dir_fd)
+
+    first = shelf(folder)
+    store(first, "1", content(1))
+    retire(first, "1")
+    assert store(shelf(folder, Trimmed()), "2", content(2)) and first.get("2", COUNT) == content(2)
+
+
+def test_an_upload_that_fails_after_its_name_leaves_none(folder: Path) -> None:
+    class NoSizes(Syscalls):
+        def ftruncate(self, fd: int, total_bytes: int) -> None:
+            raise OSError(errno.EIO, "Input/output error")
+
+    place = shelf(folder)
     store(place, "1", content(1))
     retire(place, "1")
-    seen.clear()
-    upload = place.upload("2", COUNT, PART)
-    assert seen == [] and upload.room(0, PART) is not None
-    upload.abort()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UnavailableError):
+        shelf(folder, NoSizes()).upload("2", COUNT, PART)
+    assert not (folder / "2").exists() and len(os.listdir("/proc/self/fd")) <= before
 
-    (folder / "3").touch()
-    os.truncate(folder / "3", COUNT)  # As a killed writer leaves a file whose space was not reserved.
-    retire(place, "3")
-    seen.clear()
-    upload = place.upload("4", COUNT, PART)
-    assert seen == [COUNT] and upload.room(0, PART) is None, "written by calls"
-    assert (folder / "4").stat().st_blocks * 512 >= COUNT
-    upload.abort()
+
+def test_processes_that_take_spares_at_the_same_time_all_live(folder: Path) -> None:
+    place = shelf(folder)
+    for number in range(4):
+        store(place, f"first/{number}", content(number))
+        store(place, f"stays/{number}", content(number))
+    place.delete([f"first/{number}" for number in range(4)])
+    children = []
+    for rank in range(4):
+        pid = os.fork()
+        if not pid:
+            until, number = time.monotonic() + 2.0, 0
+            try:
+                while time.monotonic() < until:
+                    own = shelf(folder)  # As a new process: no mapping is kept.
+                    store(own, f"{rank}/{number}", content(rank))
+                    own.delete([f"{rank}/{number}"])
+                    number += 1
+            finally:
+                os._exit(0 if number > 3 and time.monotonic() >= until else 1)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4, "a signal of a lease ended a process"
+
+
+def test_files_without_a_name_hold_no_memory(folder: Path) -> None:
+    place = shelf(folder)
+    store(place, "1", content(1))
+    retire(place, "1")
+    store(place, "2", content(2))
+    assert len(place._spares._kept) == 1
+    place.delete(["2", "stays/1"])
+    assert place._spares._kept == {} and os.listdir(folder) == []

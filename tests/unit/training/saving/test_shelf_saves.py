@@ -6,7 +6,10 @@ import errno
 import logging
 import os
 import shutil
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Literal
@@ -17,7 +20,7 @@ import torch
 import holdfast
 from holdfast.backends.stores.shelf import ShelfStore, ShelfUpload
 from holdfast.backends.stores.spares import PREFIX
-from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import MIB, Settings
 
 COUNT = 1 << 20
@@ -72,6 +75,19 @@ def await_collection(run: holdfast.CheckpointManager, near: Path, step: int) -> 
     raise AssertionError("the steps before were not collected")
 
 
+def await_descriptors(count: int) -> None:
+    """Wait until this process has at most so many descriptors: a heartbeat or a collection may have one at any time."""
+    for _ in range(200):
+        if len(os.listdir("/proc/self/fd")) <= count:
+            return
+        time.sleep(0.02)
+    held = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            held.append(os.readlink(f"/proc/self/fd/{number}"))
+    raise AssertionError(f"{len(held)} descriptors, expected {count}: {sorted(held)}")
+
+
 @pytest.mark.parametrize("staging", ["copy", "lazy", "awaited", "coded"])
 def test_steps_are_whole_and_take_the_memory_of_collected_ones(tmp_path: Path, near: Path, staging: str) -> None:
     options: dict[str, object] = {"staging": "lazy" if staging == "lazy" else "copy"}
@@ -116,7 +132,7 @@ def test_a_failed_save_leaves_the_step_before_and_no_upload_open(
             assert handle is not None
             with pytest.raises(UnavailableError, match="the part is lost"):
                 handle.wait("near")
-        assert len(os.listdir("/proc/self/fd")) <= before
+        await_descriptors(before)
         found = model_and_optimizer(0.0)
         assert run.load(found) == 4 and values_of(found) == {4.0}
         run.maybe_save(6, model_and_optimizer(6.0))
@@ -148,13 +164,13 @@ def test_no_space_in_the_middle_of_a_save_is_an_error_with_the_step_before_whole
         run.maybe_save(1, model_and_optimizer(1.0))
         run.wait()
 
-        def full(fd: int, total_bytes: int) -> None:
+        def full(fd: int, data: memoryview, offset: int) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         store = run._near._place.store  # type: ignore[union-attr]
         assert isinstance(store, ShelfStore)
         with monkeypatch.context() as broken:
-            broken.setattr(store._syscalls, "fallocate", full, raising=False)
+            broken.setattr(store._syscalls, "pwrite", full)
             handle = run.maybe_save(2, model_and_optimizer(2.0))
             assert handle is not None
             with pytest.raises(UnavailableError, match="No space left"):
@@ -198,3 +214,46 @@ def test_a_near_tier_in_memory_takes_a_quarter_of_what_is_free_and_says_so(
         with pytest.raises(UnavailableError, match="raise bytes_max"):
             handle.wait("near")
         run.close(wait=False)
+
+
+@pytest.mark.parametrize("compression", ["off", "on"])
+def test_a_state_above_the_arena_is_saved_without_spares(tmp_path: Path, near: Path, compression: str) -> None:
+    with manager(tmp_path / "root", near, arena_bytes_max=2 * MIB, compression=compression) as run:
+        run.load(model_and_optimizer(0.0))
+        for step in range(1, 4):
+            start = time.monotonic()
+            run.maybe_save(step, model_and_optimizer(float(step)))
+            run.wait()
+            assert time.monotonic() - start < 10.0, "the copy waited for buffers that no thread gives back"
+        run.close(wait=False)
+
+
+@pytest.mark.parametrize("staging", ["copy", "lazy"])
+def test_a_cancelled_save_leaves_no_descriptor_and_no_memory(tmp_path: Path, near: Path, staging: str) -> None:
+    with manager(tmp_path / "root", near, staging=staging) as run:
+        run.load(model_and_optimizer(0.0))
+        for step in range(1, 4):
+            run.maybe_save(step, model_and_optimizer(float(step)))
+            run.wait()
+            await_collection(run, near, step)
+        before = len(os.listdir("/proc/self/fd"))
+        gate = threading.Event()
+        run._job.commits.submit(lambda: gate.wait(20.0))
+        for step in range(4, 7):
+            handle = run.maybe_save(step, model_and_optimizer(float(step)))
+            assert handle is not None
+            assert handle.cancel("no longer needed")
+        gate.set()
+        with pytest.raises(ConflictError, match="cancelled"):
+            run.wait()
+        await_descriptors(before)
+        run.close(wait=False)
+
+
+def test_a_folder_that_other_users_may_look_into_is_refused(tmp_path: Path, near: Path) -> None:
+    near.mkdir(mode=0o755)
+    with pytest.raises(InvalidError, match="expected mode 0700"):
+        manager(tmp_path / "root", near)
+    near.chmod(0o700)
+    with manager(tmp_path / "root", near):
+        pass

@@ -55,8 +55,8 @@ _POLLS_PER_ORPHAN = 20
 _POLL_SECONDS_MAX = 5.0
 _LOWEST_PRIORITY = 19
 _JOB_BYTES_MAX = 1 << 16
-_STARTED: list[subprocess.Popen[bytes]] = []
-"""Agents of this process, which outlive their managers: Python warns of a child whose object is dropped."""
+_BEGIN_SECONDS = 20.0
+"""After this time an agent that was started and has no lock is started again."""
 
 State = Literal["watching", "orphaned", "draining", "lingering", "ended"]
 
@@ -322,28 +322,39 @@ def run_agent(near: str, agent: Agent) -> None:
 class AgentStarter:
     """Starts the agent of a near tier from a job, and starts it again if it was killed. On rank 0."""
 
-    def __init__(self, near: str, command: Sequence[str]) -> None:
+    def __init__(self, near: str, command: Sequence[str], clock: Clock) -> None:
         """Start nothing yet.
 
         Args:
             near: The folder.
             command: The command of the agent.
+            clock: Measures how long an agent takes to begin.
         """
-        self._near, self._command = near, command
-        self._process: subprocess.Popen[bytes] | None = None
+        self._near, self._command, self._clock = near, command, clock
+        self._begun: float | None = None
+        """When an agent was started that has not been seen yet."""
 
     def require(self) -> None:
         """Start the agent unless one runs; never waits for it. The near tier exists."""
-        if self._process is not None and self._process.poll() is None:
-            return
+        now = self._clock.monotonic_seconds()
         if is_agent_running(self._near):
-            return
+            self._begun = None
+        elif self._begun is None or now - self._begun > _BEGIN_SECONDS:
+            self._begun = now
+            self._start()
+
+    def _start(self) -> None:
         log = os.open(os.path.join(self._near, LOG_FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            # A session of its own: Ctrl-C in the terminal, and a launcher that ends its group, do not reach the agent.
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            # By a shell that ends at once, so the agent is no child that this process must await. A session of its own:
+            # Ctrl-C in the terminal, and a launcher that ends its group, do not reach the agent.
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" &', "sh", *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                check=False,
             )
-            _STARTED.append(self._process)
         finally:
             os.close(log)

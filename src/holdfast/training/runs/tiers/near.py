@@ -90,17 +90,21 @@ class NearTier:
         self.drain = Drain(job, run, self.parts, root, keep, dispatcher)
         """Copies due steps to the root."""
         self.room = NearRoom(place.store, place.bytes_max)
+        """Whether the next step has a place near."""
         if place.is_memory and place.bytes_max is not None and job.comm.rank == 0:
             logger.log(
                 logging.INFO if place.bytes_max >= _FEW_BYTES else logging.WARNING,
-                "%s: the near tier is in memory, and takes up to %s; it needs %d times the bytes of a step. More: "
-                "Tier(bytes_max=…); a larger /dev/shm (docker run --shm-size, sizeLimit of an emptyDir)",
+                "%s: the near tier is in memory, and takes up to %s; it needs %d times the bytes of a step, and those "
+                "of each step within collect_grace_seconds (%g). More: Tier(bytes_max=…), or a larger /dev/shm (docker "
+                "run --shm-size, sizeLimit of an emptyDir)",
                 place.store.url,
                 shown_bytes(place.bytes_max),
                 place.keep_last + 1,
+                job.settings.collect_grace_seconds,
             )
-        """Whether the next step has a place near."""
-        self._agent = AgentStarter(place.store.url, place.agent) if place.agent and job.comm.rank == 0 else None
+        self._agent = (
+            AgentStarter(place.store.url, place.agent, job.clock) if place.agent and job.comm.rank == 0 else None
+        )
         if job.comm.rank == 0:
             note_job(place.store, job.clock, job.settings.lease_seconds)
         self.parts.may_collect = lambda: self.drain.has_adopted
@@ -148,7 +152,7 @@ class NearTier:
                     self.parts.writer_lease.require(self._root.store)
                     empty_near(self._run)
             if job.comm.rank == 0 and not self.parts.writer_lease.epoch:
-                self._drain_for_earlier_job(may_wait)
+                self._drain_for_earlier_job(drains)
         finally:
             self._root.close(may_wait)
             if job.comm.rank == 0:

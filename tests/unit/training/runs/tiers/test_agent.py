@@ -143,12 +143,14 @@ def test_a_near_tier_in_memory_is_emptied_if_the_root_has_all_of_it(memory: Run)
     assert steps_in(memory.root) == [10] and steps_in(memory.near) == []
 
 
+@pytest.mark.long
 def test_a_step_for_the_near_tier_alone_keeps_the_memory(memory: Run) -> None:
     memory.kill(memory.begin(1, 2))
     memory.await_end()
     assert steps_in(memory.root) == [2] and steps_in(memory.near) == [1, 2]
 
 
+@pytest.mark.long
 def test_a_job_that_comes_back_in_time_drains_by_itself(run: Run) -> None:
     run.orphan_seconds = 3.0
     job = run.begin(1, 2)
@@ -164,6 +166,7 @@ def test_a_job_that_comes_back_in_time_drains_by_itself(run: Run) -> None:
     run.kill(job)
 
 
+@pytest.mark.long
 def test_the_end_of_a_job_ends_the_agent(run: Run) -> None:
     job = run.begin(1, 2, closes=True)
     os.waitpid(job, 0)
@@ -173,18 +176,21 @@ def test_the_end_of_a_job_ends_the_agent(run: Run) -> None:
     assert steps_in(run.root) == [2]
 
 
+@pytest.mark.long
 def test_a_killed_agent_is_started_again_by_the_next_save(run: Run) -> None:
     with run.manager() as manager:
         manager.load(state_of(0))
         manager.maybe_save(1, state_of(1)).wait("near")  # type: ignore[union-attr]
         await_(lambda: is_agent_running(str(run.near)) and (run.near / "agent.json").exists())
+        manager.maybe_save(2, state_of(2)).wait("near")  # type: ignore[union-attr]
         first = run.status().pid
         os.kill(first, signal.SIGKILL)
         await_(lambda: not is_agent_running(str(run.near)))
-        manager.maybe_save(2, state_of(2)).wait("near")  # type: ignore[union-attr]
+        manager.maybe_save(3, state_of(3)).wait("near")  # type: ignore[union-attr]
         await_(lambda: is_agent_running(str(run.near)) and run.status().pid != first)
 
 
+@pytest.mark.long
 def test_sigterm_drains_at_once_if_no_job_lives_and_ends_at_once_if_one_does(run: Run) -> None:
     run.orphan_seconds = 600.0
     job = run.begin(1, 2)
@@ -200,6 +206,7 @@ def test_sigterm_drains_at_once_if_no_job_lives_and_ends_at_once_if_one_does(run
     assert steps_in(run.root) == [3]
 
 
+@pytest.mark.long
 def test_a_root_that_fails_is_asked_again(run: Run) -> None:
     job = run.begin(1, 2)
     away = run.root.with_name("away")
@@ -214,6 +221,7 @@ def test_a_root_that_fails_is_asked_again(run: Run) -> None:
     assert steps_in(run.root) == [2]
 
 
+@pytest.mark.long
 def test_a_near_tier_that_goes_ends_the_agent_and_stays_gone(run: Run) -> None:
     run.orphan_seconds = 600.0
     job = run.begin(1)
