@@ -149,7 +149,7 @@ class TwoRootsLife(TwoPlaces):
         if run._near is not None:
             run._near.parts.collecting = None
             run._near.drain._wake_up = lambda: None  # type: ignore[method-assign]
-        self.run, self.origin, self.at = run, None, 0
+        self.run, self.origin, self.at, self.unnoticed = run, None, 0, set()
         return run
 
     def end(self, how: str) -> None:
@@ -308,14 +308,19 @@ class TwoRootsLife(TwoPlaces):
     def drain_all(self, cut: int | None) -> None:
         assert self.run is not None and self.run._near is not None
         drain = self.run._near.drain
-        waiting = [each for each in self.saved if (each.step, each.digest) in drain._due]
+        # A tag makes a step due, when the drain looks.
+        tagged = {(tag.step, tag.digest) for tag in read_tags(self.stores["root"]).whole.values()}
+        waiting = [each for each in self.saved if (each.step, each.digest) in {*drain._due, *tagged}]
+        waiting = [each for each in waiting if each in self.in_place("near") and "root" not in self.places(each)]
         stays = self.kept_at_root([*self.in_place("root"), *waiting])
         with self.failing(cut), suppress(UnavailableError, CorruptError):
             drain._drain_all()
         self.note_places()
         for each in waiting:
             is_out = (each.step, each.digest) not in drain._due
-            if "root" not in self.places(each) and self.is_whole(each, "near") and each.counts and cut is None:
+            # What the root had when the job looked, and lost since, the next job finds.
+            is_lacking = "root" not in self.places(each) and each.step not in self.torn and each not in self.unnoticed
+            if is_lacking and self.is_whole(each, "near") and each.counts and cut is None:
                 assert each not in stays or self.has_other_at_root(each), f"{each} is due, and was not drained"
             if is_out and "root" not in self.places(each) and each not in stays:
                 each.is_due = False
@@ -465,6 +470,7 @@ class TwoRootsLife(TwoPlaces):
         if may_tear:
             keys += [key for key in manifest_keys(chosen.step, str(chosen.digest)) if self.is_at(chosen, place, key)]
             self.torn.add(chosen.step)
+            self.unnoticed |= {chosen} if place == "root" else set()
         if not keys:
             return
         key = keys[-1] if may_tear else keys[file % len(keys)]

@@ -19,9 +19,10 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.ports.store import Store
 from holdfast.base.types.timeline import Timeline
-from holdfast.core.format.names import link_name, manifest_key, manifest_keys
+from holdfast.core.format.names import RUN_FILE, link_name, manifest_key, manifest_keys
 from holdfast.errors import UnavailableError
 from holdfast.policies import AnyOf, KeepPolicy, LatestN, Tagged
+from holdfast.stored.repository.catalog import exists
 from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.publish import get_or_none
 from holdfast.stored.repository.quarantine import quarantined
@@ -108,6 +109,8 @@ class TwoPlaces(RuleBasedStateMachine):
         self.discarded: set[Saved] = set()
         """Steps that a load discarded: a collection may take them."""
         self.torn: set[int] = set()
+        self.unnoticed: set[Saved] = set()
+        """Steps whose manifest at the root was lost since the job that runs has begun."""
         """Steps of which a manifest was damaged: from then on any manifest of the step may count."""
 
     # ------------------------------------------------------------------------------------------- what is where
@@ -116,7 +119,7 @@ class TwoPlaces(RuleBasedStateMachine):
         """Return the run as this host sees it, or as its job does."""
         is_near = self.run is None or self.has_near
         near = self.stores["near"]
-        return TwoRoots(near, self.stores["root"]) if is_near and list(near.list()) else self.stores["root"]
+        return TwoRoots(near, self.stores["root"]) if is_near and exists(near, RUN_FILE) else self.stores["root"]
 
     def visible(self) -> tuple[Place, ...]:
         return ("near", "root") if self.run is None or self.has_near else ("root",)

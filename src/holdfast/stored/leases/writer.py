@@ -198,7 +198,9 @@ class WriterLease:
         if former_fence.epoch >= number:
             # The record of this number had gone: other jobs began and ended since this one listed the epochs.
             raise _held_error(self._store, epochs.newest_epoch(self._store), "it came first")
-        touch_root(self._store)
+        # Each with its own bytes: those of a near tier name the root.
+        for place in (self._store.root, self._store.near) if isinstance(self._store, TwoRoots) else (self._store,):
+            touch_root(place)
         finish_removals(self._store, former_fence)
         accepted = epochs.accepted_steps(self._store, former_fence, step_folders(self._store))
         superseded = moved_steps(self._store, former_fence) if former_fence.has_timelines else None

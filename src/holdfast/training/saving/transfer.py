@@ -100,12 +100,17 @@ class Transfer:
         arena, shards = self._job.arena, collected.shards
         sources = [shard.source for shard in shards]
         is_lazy = not awaited and self._job.settings.staging == "lazy" and self._can_be_lazy(collected)
+        packs: Sequence[PlannedPack] = self._packs
         if not awaited and self._writer.lends_memory:
-            self._rooms = self._staging.rooms = PackRooms(self._writer.begin, self._packs)
-        buffers = sum(-(-pack.bytes // arena.buffer_bytes) for pack in self._packs if not self._has_room(pack))
+            self._rooms = self._staging.rooms = rooms = PackRooms(self._writer.begin, packs)
+            # A copy into memory of the store needs none of the arena.
+            packs = [pack for pack in packs if rooms.room(pack, 0, arena.buffer_bytes) is None]
+        buffers = sum(-(-pack.bytes // arena.buffer_bytes) for pack in packs)
         needed = min(buffers, 1) if is_lazy else buffers
         if awaited or (needed and not arena.holds(needed)):
-            self._abort_rooms()
+            if self._rooms is not None:
+                self._rooms.abort()
+                self._rooms = self._staging.rooms = None
             self._written = self._write_in_call(sources)
             self._reach_staged()
             return
@@ -148,15 +153,6 @@ class Transfer:
             self.give_up(error)
             raise
         return written
-
-    def _has_room(self, pack: PlannedPack) -> bool:
-        """Return whether the copy of a pack goes into memory of the store, and needs none of the arena."""
-        return self._rooms is not None and self._rooms.room(pack, 0, self._job.arena.buffer_bytes) is not None
-
-    def _abort_rooms(self) -> None:
-        if self._rooms is not None:
-            self._rooms.abort()
-            self._rooms = self._staging.rooms = None
 
     def give_up(self, error: BaseException) -> None:
         """Stop copying and writing; return the lent buffers and release a blocked training thread."""
