@@ -17,6 +17,7 @@ from holdfast.core.engine.child_python import command_of, settings_in
 from holdfast.errors import InvalidError, MissingError
 from holdfast.policies import Tier
 from holdfast.settings import Settings
+from holdfast.stored.repository.catalog import read_run_id
 from holdfast.training.runs.tiers.agent import Agent, AgentStatus, Patience, read_status, run_agent
 from holdfast.training.runs.tiers.offline_drain import NearDrain
 
@@ -50,6 +51,8 @@ def agent(
         if not 0 <= value < float("inf"):
             raise InvalidError(f"agent({name}={value!r}): expected seconds, 0 or more")
     run, clock = wiring.two_roots(near, root, settings), SystemClock()
+    if read_run_id(run.near) is None:
+        raise MissingError(f"{near}: no near tier of a run; expected a folder that holds holdfast.json")
     drain = NearDrain(run, clock, wiring.codecs())
     patience = Patience(orphan_seconds, linger_seconds)
     is_memory = is_in_memory(run.near.url)

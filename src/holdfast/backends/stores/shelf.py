@@ -74,7 +74,8 @@ class ShelfUpload(LocalUpload):
     def room(self, offset: int, length_bytes: int) -> memoryview | None:
         """Return the memory of one part of a spare; None for a new file."""
         self._ledger.check(offset, length_bytes)
-        return None if self._memory is None else self._memory[offset : offset + length_bytes]
+        memory = self._memory  # An abort may come meanwhile.
+        return None if memory is None else memory[offset : offset + length_bytes]
 
     def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
         """Take note of a part that is in its room; write any other."""

@@ -83,10 +83,8 @@ class Syscalls:
             raise OSError(errno.EIO, f"the file was cut short meanwhile ({error})") from error
 
     def map_shared(self, fd: int, total_bytes: int) -> mmap.mmap:
-        """Map the first `total_bytes` of a file for this process alone. Writes to the memory change the file."""
-        memory = mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        memory.madvise(mmap.MADV_DONTFORK)
-        return memory
+        """Map the first `total_bytes` of a file, with all pages. Writes to the memory change the file."""
+        return mmap.mmap(fd, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     def lease(self, fd: int, kind: int) -> None:
         """Ask for a lease on an open file, or give one back; the kernel refuses a write lease beside other users."""

@@ -283,11 +283,11 @@ class FileCopies:
             if name != key:
                 self._destination.move(name, key)
         except BaseException as error:
-            self._add(-sent)
             if writes is not None:
                 writes.end()
             with suppress(CheckpointError):  # The next call finds what stays of it.
                 upload.abort()
+            self._add(-sent)  # Last: an observer may end the copy by an error.
             if isinstance(error, CorruptError):
                 return False
             raise

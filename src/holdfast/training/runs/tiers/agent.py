@@ -29,7 +29,7 @@ import logging
 import os
 import signal
 import subprocess
-import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -39,8 +39,8 @@ from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Holder
 from holdfast.base.types.events import Event
-from holdfast.errors import CheckpointError, ConflictError, MissingError, first_three
-from holdfast.stored.leases.process import can_be_seen, is_gone, this_process
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, first_three
+from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process, this_process
 from holdfast.stored.repository import epochs
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.training.runs.tiers.offline_drain import NearDrain
@@ -52,7 +52,8 @@ LOCK_FILE, STATUS_FILE, LOG_FILE, JOB_FILE = "agent.lock", "agent.json", "agent.
 
 _RETRY_SECONDS = 60.0
 _POLLS_PER_ORPHAN = 20
-_POLL_SECONDS_MAX = 5.0
+_POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 0.05, 1.0
+_LOCK_TRIES = 20
 _LOWEST_PRIORITY = 19
 _JOB_BYTES_MAX = 1 << 16
 _BEGIN_SECONDS = 20.0
@@ -119,16 +120,18 @@ class Agent:
         self._drain = replace(drain, observer=self)
         self._clock, self._lease_seconds, self._patience = clock, lease_seconds, patience
         self._near, self._is_memory = drain.run.near, is_memory
-        # Set by a handler of a process that saves nothing.
-        self._hurried = threading.Event()
+        self._is_hurried = False  # No event: a handler that sets one may have interrupted its wait.
+        self._seen: tuple[str, float] = "", 0.0
+        """The job in `job.json` whose process cannot be seen from here, and when that job was first seen."""
         self._beat: tuple[int, bytes | None] | None = None
         self._beat_seconds = 0.0
         self._state: State = "watching"
-        self._poll_seconds = min(patience.orphan_seconds / _POLLS_PER_ORPHAN, _POLL_SECONDS_MAX)
+        poll_seconds = min(patience.orphan_seconds / _POLLS_PER_ORPHAN, _POLL_SECONDS_MAX)
+        self._poll_seconds = max(poll_seconds, _POLL_SECONDS_MIN)
 
     def hurry(self) -> None:
         """End soon: drain at once if no job lives."""
-        self._hurried.set()
+        self._is_hurried = True
 
     def on_event(self, event: Event) -> None:
         """Stop a drain whose job has come back; called with the progress of the drain."""
@@ -137,7 +140,6 @@ class Agent:
 
     def run(self) -> None:
         """Watch until the end."""
-        self._enter("watching")
         while self._is_there():
             if self._watched() or self._orphaned():
                 return
@@ -148,30 +150,33 @@ class Agent:
 
     def _watched(self) -> bool:
         """Return once no job lives; True at the end of the agent."""
+        self._enter("watching")
         while self._has_job():
-            if self._hurried.wait(self._poll_seconds) or not self._is_there():
+            if self._is_hurried or not self._is_there():
                 self._enter("ended")
                 return True
+            self._clock.sleep(self._poll_seconds)
         return False
 
     def _orphaned(self) -> bool:
         """Wait for a job, then drain, and wait again; True at the end of the agent, False once a job lives."""
         waiting = self._waiting()
-        if not waiting and self._has_released():
+        if waiting == () and self._has_released():
             self._enter("ended")
             return True
         self._enter("orphaned", waiting)
         if self._job_within(self._patience.orphan_seconds):
-            self._enter("watching")
             return False
+        retry_seconds = max(min(_RETRY_SECONDS, self._patience.orphan_seconds), 1.0)
         while not self._drained():
-            if self._hurried.is_set() or self._job_within(min(_RETRY_SECONDS, self._patience.orphan_seconds)):
-                return self._hurried.is_set()
+            if self._is_hurried or self._state == "ended" or not self._is_there():
+                return True
+            if self._job_within(retry_seconds):
+                return False
         self._enter("lingering")
         if self._job_within(self._patience.linger_seconds):
-            self._enter("watching")
             return False
-        if self._is_memory and not self._hurried.is_set():
+        if self._is_memory and not self._is_hurried and not self._has_manager():
             self._empty()
         self._enter("ended")
         return True
@@ -182,8 +187,9 @@ class Agent:
         while self._clock.monotonic_seconds() - start < seconds and self._is_there():
             if self._has_job():
                 return True
-            if self._hurried.wait(self._poll_seconds):
+            if self._is_hurried:
                 return False
+            self._clock.sleep(self._poll_seconds)
         return False
 
     def _drained(self) -> bool:
@@ -191,8 +197,10 @@ class Agent:
         try:
             report = self._drain.execute(self._lease_seconds, remove=False)
         except CheckpointError as error:
-            logger.warning("%s: nothing more is drained for now: %s", self._near.url, error)
-            self._enter("orphaned", self._waiting(), str(error))
+            # The same again, however often: a damaged step, or a near tier that is gone.
+            is_final = isinstance(error, CorruptError | MissingError)
+            logger.warning("%s: nothing more is drained%s: %s", self._near.url, "" if is_final else " for now", error)
+            self._enter("ended" if is_final else "orphaned", self._waiting(), str(error))
             return False
         logger.info("%s: no job came back; steps [%s] are in the root", self._near.url, first_three(report.steps))
         return True
@@ -205,10 +213,11 @@ class Agent:
         except CheckpointError as error:
             logger.warning("%s: the near tier stays: %s", self._near.url, error)
 
-    def _waiting(self) -> tuple[int, ...]:
+    def _waiting(self) -> tuple[int, ...] | None:
+        """Return the steps that the root lacks; None if that is unknown."""
         with suppress(CheckpointError):
             return self._drain.planned().steps if read_run_id(self._near) is not None else ()
-        return ()
+        return None
 
     # -------------------------------------------------------------------------------------------------- the job
 
@@ -222,8 +231,14 @@ class Agent:
 
     def _has_manager(self) -> bool:
         with suppress(MissingError, ValueError, TypeError):
-            holder = Holder(**json.loads(self._near.get(JOB_FILE, _JOB_BYTES_MAX)))
-            return can_be_seen(holder) and not is_gone(holder)
+            holder = _job_at(self._near)
+            if can_be_seen(holder):
+                return not is_gone(holder)
+            # Of another container or host: it has as long as an orphan until its first save takes the lease.
+            now = self._clock.monotonic_seconds()
+            if holder.nonce != self._seen[0]:
+                self._seen = holder.nonce, now
+            return now - self._seen[1] < self._patience.orphan_seconds
         return False
 
     def _has_lease(self) -> bool:
@@ -234,6 +249,8 @@ class Agent:
         if beat == epochs.RELEASED:
             return False
         epoch = epochs.read_epoch(self._near, number)
+        if epoch is not None and is_this_process(epoch.holder):
+            return False  # Its own drain, whose root has failed since.
         if epoch is not None and can_be_seen(epoch.holder):
             return not is_gone(epoch.holder)
         now = self._clock.monotonic_seconds()
@@ -242,21 +259,48 @@ class Agent:
         return now - self._beat_seconds < self._lease_seconds
 
     def _has_released(self) -> bool:
-        number = epochs.newest_epoch(self._near)
-        return bool(number) and epochs.read_heartbeat(self._near, number) == epochs.RELEASED
+        with suppress(CheckpointError):
+            number = epochs.newest_epoch(self._near)
+            return bool(number) and epochs.read_heartbeat(self._near, number) == epochs.RELEASED
+        return False
 
-    def _enter(self, state: State, waiting: Sequence[int] = (), error: str = "") -> None:
+    def _enter(self, state: State, waiting: Sequence[int] | None = (), error: str = "") -> None:
         self._state = state
         logger.info("%s: %s", self._near.url, state)
         root, now = self._drain.run.root.url, self._clock.unix_seconds()
-        status = AgentStatus(self._near.url, root, os.getpid(), state, now, tuple(waiting), error)
-        if self._is_there():
-            self._near.put(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False)
+        status = AgentStatus(self._near.url, root, os.getpid(), state, now, tuple(waiting or ()), error)
+        # A full near tier must not end the agent: it may be the reason why the job died.
+        with suppress(CheckpointError):
+            if self._is_there():
+                self._near.put(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False)
 
 
-def note_job(near: Store, clock: Clock, lease_seconds: float) -> None:
-    """Tell an agent that a job has come, from the process of rank 0."""
-    near.put(JOB_FILE, json.dumps(asdict(this_process(clock, lease_seconds))).encode(), durable=False)
+def note_job(near: Store, clock: Clock, lease_seconds: float) -> str:
+    """Tell an agent that a job has come, from the process of rank 0; return its nonce, empty beside a living job."""
+    if has_other_job(near):
+        return ""
+    holder = this_process(clock, lease_seconds)
+    near.put(JOB_FILE, json.dumps(asdict(holder)).encode(), durable=False)
+    return holder.nonce
+
+
+def forget_job(near: Store, nonce: str) -> None:
+    """Tell an agent that the job of a nonce has ended."""
+    with suppress(CheckpointError, ValueError, TypeError):
+        if _job_at(near).nonce == nonce:
+            near.delete([JOB_FILE])
+
+
+def has_other_job(near: Store) -> bool:
+    """Return whether another process that lives has a manager of the run."""
+    with suppress(CheckpointError, ValueError, TypeError):
+        holder = _job_at(near)
+        return can_be_seen(holder) and not is_gone(holder) and not is_this_process(holder)
+    return False
+
+
+def _job_at(near: Store) -> Holder:
+    return Holder(**json.loads(near.get(JOB_FILE, _JOB_BYTES_MAX)))
 
 
 @contextmanager
@@ -269,12 +313,13 @@ def agent_lock(near: str) -> Iterator[None]:
     path = os.path.join(near, LOCK_FILE)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConflictError(
-                f"{near}: another agent runs; expected one. Ask for it: holdfast agent {near} --status"
-            ) from error
+        for _ in range(_LOCK_TRIES):  # A job that looks for an agent holds the lock for a moment.
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_POLL_SECONDS_MIN)
+        else:
+            raise ConflictError(f"{near}: another agent runs; expected one. Ask for it: holdfast agent {near} --status")
         yield
     finally:
         os.close(fd)

@@ -19,7 +19,7 @@ from holdfast.training.coordination.job import Job, error_text, raise_together
 from holdfast.training.loading.statuses import gather_errors
 from holdfast.training.runs.run_parts import RunParts, RunState
 from holdfast.training.runs.step_request import StepRequest
-from holdfast.training.runs.tiers.agent import JOB_FILE, AgentStarter, note_job
+from holdfast.training.runs.tiers.agent import AgentStarter, forget_job, has_other_job, note_job
 from holdfast.training.runs.tiers.drain import Drain
 from holdfast.training.runs.tiers.drain_facts import manifest_in, undrained
 from holdfast.training.runs.tiers.offline_drain import NearDrain
@@ -105,8 +105,9 @@ class NearTier:
         self._agent = (
             AgentStarter(place.store.url, place.agent, job.clock) if place.agent and job.comm.rank == 0 else None
         )
+        self._job_nonce = ""
         if job.comm.rank == 0:
-            note_job(place.store, job.clock, job.settings.lease_seconds)
+            self._job_nonce = note_job(place.store, job.clock, job.settings.lease_seconds)
         self.parts.may_collect = lambda: self.drain.has_adopted
         self.parts.on_commit = self._note_commit
         self.parts.why_no_room = self.room.why_not
@@ -155,16 +156,15 @@ class NearTier:
                 self._drain_for_earlier_job(drains)
         finally:
             self._root.close(may_wait)
-            if job.comm.rank == 0:
-                with suppress(CheckpointError):
-                    self._place.store.delete([JOB_FILE])
+            if self._job_nonce:
+                forget_job(self._place.store, self._job_nonce)
 
     def _drain_for_earlier_job(self, may_wait: Callable[[], bool]) -> None:
         """Drain at the end of a job that has saved nothing, as `holdfast drain` does; also empty a tier in memory."""
         place, job = self._place, self._job
         request = NearDrain(self._run, job.clock, job.codecs)
         try:
-            if read_run_id(place.store) is None:
+            if read_run_id(place.store) is None or has_other_job(place.store):
                 return
             steps = request.planned().steps
             if steps and not may_wait():

@@ -19,9 +19,15 @@ import torch
 
 import holdfast
 from holdfast import api
-from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError
+from holdfast._face import wiring
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import Settings
-from holdfast.training.runs.tiers.agent import LOCK_FILE, AgentStatus, agent_lock, is_agent_running
+from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.repository.catalog import read_run_id
+from holdfast.training.runs.tiers.agent import LOCK_FILE, Agent, AgentStatus, Patience, agent_lock, is_agent_running
+from holdfast.training.runs.tiers.offline_drain import NearDrain
 
 SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=2.0)
 LIMIT_SECONDS = 30.0
@@ -288,3 +294,62 @@ def test_the_agent_needs_no_torch(run: Run) -> None:
     run.kill(job)
     with pytest.raises(CheckpointError):
         api.agent(str(run.near / "absent"))
+
+
+def agent_in_process(run: Run, patience: Patience) -> Agent:
+    drain = NearDrain(wiring.two_roots(str(run.near), run.root, SETTINGS), SystemClock(), wiring.codecs())
+    return Agent(drain, SystemClock(), SETTINGS.lease_seconds, patience, is_memory=False)
+
+
+def test_a_lease_that_its_own_drain_could_not_release_is_no_job(run: Run) -> None:
+    run.kill(run.begin(1, 2))
+    os.kill(run.status().pid, signal.SIGKILL)
+    agent = agent_in_process(run, Patience(0.2, 0.1))
+    lease = WriterLease(agent._drain.run, SystemClock(), 600.0)
+    lease.hold(read_run_id(run_store(run)) or "")
+    assert not agent._has_job(), "a root that failed kept the lease from its release"
+    lease.release()
+    agent.run()
+    assert steps_in(run.root) == [2] and run.status().state == "ended"
+
+
+def run_store(run: Run) -> LocalStore:
+    return LocalStore(run.near, settings=SETTINGS)
+
+
+def test_a_full_near_tier_does_not_end_the_agent(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.kill(run.begin(1, 2))
+    os.kill(run.status().pid, signal.SIGKILL)
+    agent = agent_in_process(run, Patience(0.2, 0.1))
+
+    def full(key: str, data: bytes, *, durable: bool = True) -> None:
+        assert key == "agent.json"
+        raise UnavailableError("No space left on device")
+
+    with monkeypatch.context() as filled:
+        filled.setattr(agent._near, "put", full)
+        agent._enter("orphaned", (2,))
+    agent.run()
+    assert steps_in(run.root) == [2]
+
+
+def test_a_damaged_step_ends_the_agent_with_its_error(run: Run) -> None:
+    run.kill(run.begin(1))
+    os.kill(run.status().pid, signal.SIGKILL)
+    (pack,) = run.near.glob("step-*/*/r00000.safetensors")
+    data = bytearray(pack.read_bytes())
+    data[-1] ^= 1
+    pack.write_bytes(data)
+    agent_in_process(run, Patience(0.1, 0.1)).run()
+    assert run.status().state == "ended" and "damaged" in run.status().error
+    assert steps_in(run.root) == [] and steps_in(run.near) == [1]
+
+
+def test_a_reader_beside_a_job_leaves_its_job_file(run: Run) -> None:
+    job = run.begin(1)
+    told = (run.near / "job.json").read_bytes()
+    with run.manager() as reader:
+        assert reader.load(state_of(0)) == 1
+        assert (run.near / "job.json").read_bytes() == told
+    assert (run.near / "job.json").read_bytes() == told and steps_in(run.root) == []
+    run.kill(job)
