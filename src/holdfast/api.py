@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from holdfast.training.runs.listing import RunRecord, StepRecord
     from holdfast.training.runs.removal.garbage_collection import CollectReport
     from holdfast.training.runs.removal.named_steps import RemovedSteps
-    from holdfast.training.runs.tiers.agent import AgentStatus
+    from holdfast.training.runs.tiers.agent_files import AgentStatus
     from holdfast.training.runs.tiers.offline_drain import DrainReport
     from holdfast.training.telemetry.trace import Trace
 

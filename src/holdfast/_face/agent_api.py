@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 from holdfast._face import wiring
@@ -18,8 +19,11 @@ from holdfast.errors import InvalidError, MissingError
 from holdfast.policies import Tier
 from holdfast.settings import Settings
 from holdfast.stored.repository.catalog import read_run_id
-from holdfast.training.runs.tiers.agent import Agent, AgentStatus, Patience, read_status, run_agent
+from holdfast.training.runs.tiers.agent import Agent, Patience, run_agent
+from holdfast.training.runs.tiers.agent_files import AgentStatus, read_status
 from holdfast.training.runs.tiers.offline_drain import NearDrain
+
+_LOWEST_PRIORITY = 19
 
 
 def agent(
@@ -36,7 +40,7 @@ def agent(
     job lives, else after a drain.
 
     Example:
-        holdfast.api.agent("/dev/shm/run-8", orphan_seconds=60)
+        holdfast.api.agent("nvme/run-8", orphan_seconds=0, linger_seconds=0)
     Args:
         near: The folder of the near tier.
         root: The root; None for the one that the near tier names.
@@ -60,8 +64,11 @@ def agent(
 
 
 def agent_status(near: str) -> AgentStatus:
-    """Return what the agent of a near tier last wrote about itself, and whether it runs.
+    """Return the last state of the agent of a near tier, and whether the agent runs.
 
+    Example:
+        holdfast.api.agent("nvme/run-8", orphan_seconds=0, linger_seconds=0)
+        print(holdfast.api.agent_status("nvme/run-8").state)
     Args:
         near: The folder of the near tier.
     Raises:
@@ -99,6 +106,8 @@ def main() -> int:
     """Run the agent that a job has started."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     request = json.loads(sys.argv[2])
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
     try:
         agent(request.pop("near"), request.pop("root"), settings=settings_in(request.pop("settings")), **request)
     except Exception as error:  # noqa: BLE001 - the log of the agent has it

@@ -269,5 +269,5 @@ def test_a_save_near_never_asks_the_root() -> None:
     (asked,) = outcomes_of_ranks(1, work, group=ThreadGroup(1))
     assert isinstance(asked, dict), asked
     # The first one begins the run, whose epochs the root decides.
-    assert len(asked.pop(1)) == 23
+    assert len(asked.pop(1)) == 22
     assert not any(asked.values())

@@ -19,7 +19,8 @@ from holdfast.training.coordination.job import Job, error_text, raise_together
 from holdfast.training.loading.statuses import gather_errors
 from holdfast.training.runs.run_parts import RunParts, RunState
 from holdfast.training.runs.step_request import StepRequest
-from holdfast.training.runs.tiers.agent import AgentStarter, forget_job, has_other_job, note_job
+from holdfast.training.runs.tiers.agent import AgentStarter
+from holdfast.training.runs.tiers.agent_files import forget_job, has_other_job, note_job
 from holdfast.training.runs.tiers.drain import Drain
 from holdfast.training.runs.tiers.drain_facts import manifest_in, undrained
 from holdfast.training.runs.tiers.offline_drain import NearDrain

@@ -26,7 +26,8 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError, Missin
 from holdfast.settings import Settings
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.catalog import read_run_id
-from holdfast.training.runs.tiers.agent import LOCK_FILE, Agent, AgentStatus, Patience, agent_lock, is_agent_running
+from holdfast.training.runs.tiers.agent import Agent, Patience
+from holdfast.training.runs.tiers.agent_files import LOCK_FILE, AgentStatus, agent_lock, is_agent_running
 from holdfast.training.runs.tiers.offline_drain import NearDrain
 
 SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=2.0)

@@ -1,0 +1,131 @@
+"""The files by which an agent, its job and people meet in the folder of a near tier."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from holdfast.base.clock import Clock
+from holdfast.base.ports.store import Store
+from holdfast.base.types.epoch import Holder
+from holdfast.errors import CheckpointError, ConflictError
+from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process, this_process
+
+LOCK_FILE, STATUS_FILE, LOG_FILE, JOB_FILE = "agent.lock", "agent.json", "agent.log", "job.json"
+"""Names in the folder of the near tier. The process that holds the lock of the first is the agent."""
+
+_JOB_BYTES_MAX = 1 << 16
+_LOCK_TRIES, _LOCK_SECONDS = 20, 0.05
+
+State = Literal["watching", "orphaned", "draining", "lingering", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStatus:
+    """What an agent last wrote about itself."""
+
+    near: str
+    """The near tier."""
+
+    root: str
+    """The root."""
+
+    pid: int
+    """The process."""
+
+    state: State
+    """Its state."""
+
+    since_unix_seconds: float
+    """When the state began."""
+
+    waiting: tuple[int, ...] = ()
+    """Steps that the root lacks, as far as the agent knows."""
+
+    error: str = ""
+    """Why the last drain failed; empty if it did not."""
+
+    is_running: bool = False
+    """Whether the process runs; found by the reader."""
+
+
+def note_job(near: Store, clock: Clock, lease_seconds: float) -> str:
+    """Tell an agent that a job has come, from the process of rank 0; return its nonce, empty beside a living job."""
+    if has_other_job(near):
+        return ""
+    holder = this_process(clock, lease_seconds)
+    near.put(JOB_FILE, json.dumps(asdict(holder)).encode(), durable=False)
+    return holder.nonce
+
+
+def forget_job(near: Store, nonce: str) -> None:
+    """Tell an agent that the job of a nonce has ended."""
+    with suppress(CheckpointError, ValueError, TypeError):
+        if job_at(near).nonce == nonce:
+            near.delete([JOB_FILE])
+
+
+def has_other_job(near: Store) -> bool:
+    """Return whether another process that lives has a manager of the run."""
+    with suppress(CheckpointError, ValueError, TypeError):
+        holder = job_at(near)
+        return can_be_seen(holder) and not is_gone(holder) and not is_this_process(holder)
+    return False
+
+
+def job_at(near: Store) -> Holder:
+    """Return the process of the last manager; raises `MissingError`, or `ValueError` and `TypeError` of other bytes."""
+    return Holder(**json.loads(near.get(JOB_FILE, _JOB_BYTES_MAX)))
+
+
+@contextmanager
+def agent_lock(near: str) -> Iterator[None]:
+    """Be the agent of a near tier for a block.
+
+    Raises:
+        ConflictError: Another process is the agent.
+    """
+    path = os.path.join(near, LOCK_FILE)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        for _ in range(_LOCK_TRIES):  # A job that looks for an agent holds the lock for a moment.
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_LOCK_SECONDS)
+        else:
+            raise ConflictError(f"{near}: another agent runs; expected one. Ask for it: holdfast agent {near} --status")
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_agent_running(near: str) -> bool:
+    """Return whether a process is the agent of a near tier."""
+    try:
+        fd = os.open(os.path.join(near, LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def read_status(near: str) -> AgentStatus | None:
+    """Return the last status of the agent of a near tier; None if there was none."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        with open(os.path.join(near, STATUS_FILE), encoding="utf-8") as file:
+            fields = json.load(file)
+        fields |= {"waiting": tuple(fields["waiting"]), "is_running": is_agent_running(near)}
+        return AgentStatus(**fields)
+    return None
