@@ -22,6 +22,10 @@ Step = Annotated[
         help="Of the root of a run: the step, as number, tag, 300@1f2e or latest. Default: the newest valid one.",
     ),
 ]
+Near = Annotated[str, typer.Argument(metavar="NEAR", help="The folder of the near tier.")]
+ToRoot = Annotated[
+    str | None, typer.Option("--to", metavar="ROOT", help="The root. Default: the one that the near tier names.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")]
 Grace = Annotated[
     float | None,

@@ -7,11 +7,12 @@ slower through a mapping, and a write into a mapping of a full file system kills
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from holdfast.backends.stores.folders import Folders
 from holdfast.backends.stores.local import LocalStore
@@ -19,12 +20,11 @@ from holdfast.backends.stores.local_upload import LocalUpload
 from holdfast.backends.stores.oserrors import translated
 from holdfast.backends.stores.spares import Spare, Spares
 from holdfast.backends.stores.syscalls import Syscalls, close_quietly
-from holdfast.base.clock import Clock
 from holdfast.base.ports.keys import split_key
 from holdfast.base.ports.parts import PartLedger, address_of
 from holdfast.base.ports.readable import Release
 from holdfast.errors import UnavailableError
-from holdfast.settings import MIB, Settings
+from holdfast.settings import MIB
 
 _IN_MEMORY = "tmpfs"
 
@@ -68,8 +68,7 @@ class ShelfUpload(LocalUpload):
             if fd is not None and syscalls.fstat(fd).st_blocks * _BLOCK_BYTES >= ledger.bytes_max:
                 self._memory = spare.memory if spare is not None else None
         # Reserving would take as long as writing: the kernel clears each page.
-        options = {"may_be_less": may_be_less, "is_reserved": True}
-        super().__init__(syscalls, folders, folder, parts, ledger, fd=fd, **options)
+        super().__init__(syscalls, folders, folder, parts, ledger, may_be_less=may_be_less, fd=fd, is_reserved=True)
 
     def room(self, offset: int, length_bytes: int) -> memoryview | None:
         """Return the memory of one part of a spare; None for a new file."""
@@ -142,17 +141,9 @@ class ShelfStore(LocalStore):
     traits = replace(LocalStore.traits, lends_memory=True)
     _is_in_memory = True
 
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        *,
-        settings: Settings,
-        mode_from: Sequence[str] = (),
-        syscalls: Syscalls | None = None,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
         """Set the root; arguments as of `LocalStore`."""
-        super().__init__(root, settings=settings, mode_from=mode_from, syscalls=syscalls, clock=clock)
+        super().__init__(root, **options)
         self._spares = Spares(self._folders, self._syscalls, self._clock)
         self._begin_upload = partial(ShelfUpload, spares=self._spares)
 
@@ -170,7 +161,8 @@ class ShelfStore(LocalStore):
                     self._spares.retire(folder, parts[-1])
         super().delete(keys)
         with translated("clean up", self.url):
-            self._spares.trim(sum(entry.bytes for entry in self.list()))
+            if self._spares.bytes():
+                self._spares.trim(sum(entry.bytes for entry in self.list()))
 
     def link(self, key: str, new_key: str) -> bool:
         """Return False."""

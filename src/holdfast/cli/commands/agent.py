@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.arguments import AsJson
+from holdfast.cli.arguments import AsJson, Near, ToRoot
 from holdfast.cli.commands.ls import shown_age
 from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, attributes, print_result
@@ -17,10 +17,8 @@ from holdfast.errors import first_three, printable
 
 
 def agent(
-    near: Annotated[str, typer.Argument(metavar="NEAR", help="The folder of the near tier.")],
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="ROOT", help="The root. Default: the one that the near tier names.")
-    ] = None,
+    near: Near,
+    to: ToRoot = None,
     orphan_seconds: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time without a job after which the steps are drained.")
     ] = 300.0,

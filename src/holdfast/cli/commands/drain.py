@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.arguments import AsJson, SingleWriter, settings_with
+from holdfast.cli.arguments import AsJson, Near, SingleWriter, ToRoot, settings_with
 from holdfast.cli.exit_status import complain, ended_well
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
@@ -16,10 +16,8 @@ from holdfast.errors import first_three, shown_bytes
 
 
 def drain(
-    near: Annotated[str, typer.Argument(metavar="NEAR", help="The folder of the near tier.")],
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="ROOT", help="The root. Default: the one that the near tier names.")
-    ] = None,
+    near: Near,
+    to: ToRoot = None,
     step: Annotated[
         str | None, typer.Option("--step", metavar="STEP", help="One step alone: a number, tag, 300@1f2e or latest.")
     ] = None,
