@@ -18,6 +18,7 @@ import logging
 import threading
 from dataclasses import dataclass, replace
 
+from holdfast.base.interrupts import GUARD
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Parent
 from holdfast.base.types.timeline import FIRST_TIMELINE, Fork, Timeline
@@ -146,10 +147,11 @@ class RunPosition:
         self.loaded, self._newer = step, loaded.newer
         self.loads += 1
         self._origin = _LoadedStep(step, manifest.digest, manifest.timeline, self._saves())
-        self._timeline = None
         self.starts_over = False
-        for pins in self.pins:
-            pins.current = (step, manifest.digest)
+        with GUARD:  # A drain moves the pin of the root on while its step is on this timeline.
+            self._timeline = None
+            for pins in self.pins:
+                pins.current = (step, manifest.digest)
         self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
 

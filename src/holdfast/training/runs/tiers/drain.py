@@ -288,6 +288,11 @@ class Drain:
             raise UnavailableError(f"step {manifest.step}: whether the root has the step is unknown: {outcome.reason}")
         assert self._at_root is not None, "it was read to find the step"
         self._at_root[name] = facts_of(manifest, ())
+        with GUARD:  # A load on the training thread sets both.
+            if manifest.timeline == self._near.position.timeline:
+                # The root has the timeline of the job now: if the near tier is lost, the job goes on from here, and no
+                # more from the step that was loaded.
+                self._root.pins.current = name
         name_latest(self._root.store, manifest.step, self._job.is_first_occurrence)
         self._end(name, None)
         logger.info(

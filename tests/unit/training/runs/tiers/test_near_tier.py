@@ -143,6 +143,16 @@ def test_a_restart_takes_the_newest_step_from_the_nearest_place(place: Place) ->
     assert holdfast.load(place.root, state_of(0), step="latest").step == 50
 
 
+def test_the_loaded_step_leaves_the_root_once_newer_ones_are_there(place: Place) -> None:
+    with place.manager() as manager:
+        loaded(manager)
+        train(manager, 20)
+    with place.manager(keep_last=2) as manager:
+        assert loaded(manager) == 20
+        train(manager, 40, 60, 80)
+    assert steps_in(place.root) == [60, 80]
+
+
 def test_a_lost_near_tier_costs_the_steps_since_the_root_s_newest(place: Place) -> None:
     with place.manager() as manager:
         loaded(manager)
