@@ -2,6 +2,9 @@
 
 torchrun --nproc-per-node 2 examples/train_fsdp2.py out
 torchrun --nproc-per-node 3 examples/train_fsdp2.py out
+
+With `--near /dev/shm/run-7` each second step is saved in memory, and a process of its own brings the newest step to `out` if
+the job is killed and does not come back within 20 seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ parser.add_argument("folder")
 parser.add_argument("--text", default=gpt.__file__)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--every", type=int, default=5)
-parser.add_argument("--near", help="a fast local folder before the root")
+parser.add_argument("--near", help="a fast folder of this host before the root, such as /dev/shm/run-7")
 arguments = parser.parse_args()
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -37,7 +40,9 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 loader = holdfast.data.Loader(Windows(text_of(arguments.text)), global_batch=16, micro_batch=8, seed=1)
 
-near = None if arguments.near is None else holdfast.Tier(arguments.near, every=2)
+near = None
+if arguments.near is not None:
+    near = holdfast.Tier(arguments.near, every=2, agent=True, orphan_seconds=20, linger_seconds=60)
 manager = holdfast.CheckpointManager(arguments.folder, every=arguments.every, keep_last=3, near=near)
 state = {"model": model, "optimizer": optimizer, "data": loader, "rng": holdfast.RngState()}
 manager.load(state)

@@ -50,7 +50,7 @@ def test_ls_as_json_is_the_same_every_time(pristine: Path) -> None:
     ended = holdfast("ls", pristine, "--json")
     assert ended.out == holdfast("ls", pristine, "--json").out
     document = ended.json()
-    assert set(document) == {"root", "run_id", "error", "steps", "logs"}
+    assert set(document) == {"root", "run_id", "error", "steps", "logs", "agent"}
     assert [(each["step"], each["status"]) for each in document["steps"]] == [
         (10, "committed"),
         (20, "committed"),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
 from holdfast import api
 from holdfast.cli.arguments import AsJson, Near, ToRoot
-from holdfast.cli.commands.ls import shown_age
+from holdfast.cli.commands.ls import agent_document, show_agent
 from holdfast.cli.exit_status import ended_well
-from holdfast.cli.screen import Screen, attributes, print_result
-from holdfast.errors import first_three, printable
+from holdfast.cli.screen import print_result
 
 
 def agent(
@@ -34,23 +32,7 @@ def agent(
     """
     with ended_well():
         if status:
-            print_result(api.agent_status(near), _show, _document, as_json=as_json)
+            print_result(api.agent_status(near), show_agent, agent_document, as_json=as_json)
         else:
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
             api.agent(near, to, orphan_seconds=orphan_seconds, linger_seconds=linger_seconds)
-
-
-def _show(screen: Screen, status: api.AgentStatus) -> None:
-    since = datetime.fromtimestamp(status.since_unix_seconds, UTC).isoformat()
-    state = status.state if status.is_running else f"does not run; was {status.state}"
-    age = shown_age(since, datetime.now(UTC))
-    screen.line(f"agent of {status.near}: {state} for {age}, process {status.pid}; root {status.root}")
-    if status.waiting:
-        screen.line(f"the root lacks steps [{first_three(status.waiting)}]", style="yellow")
-    if status.error:
-        screen.line(f"the last drain failed: {printable(status.error)}", style="red")
-
-
-def _document(status: api.AgentStatus) -> dict[str, object]:
-    document = attributes(status, "near", "root", "pid", "state", "since_unix_seconds", "error", "is_running")
-    return {**document, "waiting": list(status.waiting)}

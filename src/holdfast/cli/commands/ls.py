@@ -70,6 +70,26 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
             continue
         segments = counted(len(log.segments), "segment")
         screen.line(f"{log.base} + log to {log.reach}: {shown_bytes(log.bytes)} in {segments}")
+    if run.agent is not None:
+        show_agent(screen, run.agent)
+
+
+def show_agent(screen: Screen, status: api.AgentStatus) -> None:
+    """Print the status of the agent of a near tier."""
+    since = datetime.fromtimestamp(status.since_unix_seconds, UTC).isoformat()
+    state = status.state if status.is_running else f"does not run; was {status.state}"
+    age = shown_age(since, datetime.now(UTC))
+    screen.line(f"agent of {status.near}: {state} for {age}, process {status.pid}; root {status.root}")
+    if status.waiting:
+        screen.line(f"the root lacks steps [{first_three(status.waiting)}]", style="yellow")
+    if status.error:
+        screen.line(f"the last drain failed: {printable(status.error)}", style="red")
+
+
+def agent_document(status: api.AgentStatus) -> dict[str, object]:
+    """Return the status of the agent of a near tier, as JSON."""
+    document = attributes(status, "near", "root", "pid", "state", "since_unix_seconds", "error", "is_running")
+    return {**document, "waiting": list(status.waiting)}
 
 
 def log_document(log: api.RunLog) -> dict[str, object]:
@@ -186,6 +206,7 @@ def _document(run: api.RunRecord) -> dict[str, object]:
         "error": None if run.error is None else str(run.error),
         "steps": [_step_document(record) for record in run.steps],
         "logs": [log_document(log) for log in run.logs],
+        "agent": run.agent and agent_document(run.agent),
     }
 
 

@@ -32,6 +32,7 @@ from holdfast.stored.repository.timelines import (
     run_timelines,
 )
 from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.training.runs.tiers.agent_files import AgentStatus, read_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,9 @@ class RunRecord:
     logs: Sequence[RunLog] = ()
     """The redo logs after the two newest bases, the newest first; empty without a base."""
 
+    agent: AgentStatus | None = None
+    """The last status of the agent of the near tier; None without a near tier, and if there was no agent."""
+
 
 def run_record(store: Store) -> RunRecord:
     """Return the steps and tags under a root; damage is reported, not raised.
@@ -153,11 +157,13 @@ def run_record(store: Store) -> RunRecord:
     if timelines is None:
         timelines = arranged(_stored(record) for record in records if record.committed)
     records = _with_superseded(_with_holders(records), timelines.superseded)
+    agent = None
     if isinstance(store, TwoRoots):
         records = [_placed(store, record) for record in records]
+        agent = read_status(store.near.url)
     suspects = {each.manifest.digest for each in records if each.manifest and each.quarantined is not None}
     logs = newest_logs(store, timelines, suspects)
-    return RunRecord(store.url, run_id, error, records, tuple(tags.whole.values()), tags.damaged, logs)
+    return RunRecord(store.url, run_id, error, records, tuple(tags.whole.values()), tags.damaged, logs, agent)
 
 
 def _placed(run: TwoRoots, record: StepRecord) -> StepRecord:

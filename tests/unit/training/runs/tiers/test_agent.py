@@ -283,6 +283,10 @@ def test_the_command_shows_the_status(run: Run) -> None:
         assert "watching for" in shown
         told = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
         assert told["state"] == "watching" and told["is_running"] and told["root"] == str(run.root)
+        listing = [sys.executable, "-m", "holdfast.cli", "ls", str(run.root), "--near", str(run.near)]
+        assert "watching for" in subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+        listed = json.loads(subprocess.run([*listing, "--json"], capture_output=True, text=True, check=True).stdout)
+        assert listed["agent"] == told
 
 
 def test_the_agent_needs_no_torch(run: Run) -> None:
