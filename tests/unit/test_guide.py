@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -36,7 +39,7 @@ def needed(guide: Path) -> dict[str, str]:
     return dict(re.findall(r"^## (.+)\n\n<!-- needs: (\w+) -->$", guide.read_text(), re.MULTILINE))
 
 
-WITH_CODE = (*GUIDES, DOCS / "data.md", DOCS / "layout-language.md", DOCS / "tiers.md")
+WITH_CODE = (*GUIDES, DOCS / "data.md", DOCS / "layout-language.md", DOCS / "tiers.md", DOCS / "memory.md")
 """Pages whose code runs; a guide shows code in every section."""
 
 SECTIONS = {(guide, title): blocks for guide in WITH_CODE for title, blocks in sections(guide).items()}
@@ -49,11 +52,23 @@ def test_every_section_shows_code(guide: Path) -> None:
     assert [title for title, blocks in found.items() if not blocks] == []
 
 
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A folder in memory, where this machine has one."""
+    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield folder
+
+
 # DCP says so for each checkpoint of one process.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(("guide", "title"), list(SECTIONS), ids=[title for _, title in SECTIONS])
 def test_section_runs(
-    guide: Path, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    guide: Path,
+    title: str,
+    tmp_path: Path,
+    memory: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if any("s3://my-bucket" in code for _, code in SECTIONS[guide, title]):
@@ -68,4 +83,4 @@ def test_section_runs(
             pytest.importorskip(package)
         for start, code in SECTIONS[guide, title]:
             # So many empty lines that a traceback tells the line of the guide.
-            exec(compile("\n" * (start - 1) + code, str(guide), "exec"), names)
+            exec(compile("\n" * (start - 1) + code.replace("/dev/shm", memory), str(guide), "exec"), names)
