@@ -10,7 +10,7 @@ A job drains by itself, so the agent only watches the writer lease, as the near 
     draining  -> lingering   the root has each due step and the newest one
     draining  -> orphaned    the root failed, and is asked again later; or a job came back meanwhile, and is seen next
     lingering -> watching    a job has taken the next epoch
-    lingering -> ended       `linger_seconds` have passed; a near tier in memory is emptied if the root has all of it
+    lingering -> ended       `linger_seconds` have passed; a near tier in memory is emptied, as a job does at its end
     any       -> ended       the near tier is gone
 
 A job lives if the process that made its manager lives (`job.json` near, from the manager to its close), or if the lease
@@ -176,9 +176,7 @@ class Agent:
 
     def _empty(self) -> None:
         try:
-            # Steps that were saved for the near tier alone, and are not the newest, stay with the folder.
-            if not self._drain.planned().left:
-                self._drain.execute(self._lease_seconds, remove=True)
+            self._drain.execute(self._lease_seconds, remove=True)
         except CheckpointError as error:
             logger.warning("%s: the near tier stays: %s", self._near.url, error)
 

@@ -144,17 +144,11 @@ def test_the_newest_step_of_a_killed_job_comes_to_the_root(run: Run) -> None:
         assert manager.load(state) == 3 and state["step"] == 3
 
 
-def test_a_near_tier_in_memory_is_emptied_if_the_root_has_all_of_it(memory: Run) -> None:
-    memory.kill(memory.begin(10))
-    memory.await_end()
-    assert steps_in(memory.root) == [10] and steps_in(memory.near) == []
-
-
-@pytest.mark.long
-def test_a_step_for_the_near_tier_alone_keeps_the_memory(memory: Run) -> None:
+def test_a_near_tier_in_memory_is_emptied(memory: Run) -> None:
     memory.kill(memory.begin(1, 2))
     memory.await_end()
-    assert steps_in(memory.root) == [2] and steps_in(memory.near) == [1, 2]
+    assert steps_in(memory.root) == [2], "step 1 was for the near tier alone"
+    assert steps_in(memory.near) == []
 
 
 @pytest.mark.long
