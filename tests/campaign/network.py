@@ -16,8 +16,8 @@ import holdfast
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CorruptError, MissingError, UnavailableError
 from holdfast.settings import KIB, Settings
-from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
 from holdfast.training.saving.handle import SaveHandle
+from tests.doubles.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
 from tests.servers.server import S3Server
 from tests.support.tuning import tuned
 

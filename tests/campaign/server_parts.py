@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import holdfast
-from holdfast.testing.fault_proxy import FaultProxy
 from tests.campaign import kills, network, races, secrets
 from tests.campaign.record import CAMPAIGN, FOLDER, ROOT, Block, Options, Record
+from tests.doubles.fault_proxy import FaultProxy
 from tests.servers.azurite import azurite
 from tests.servers.ceph import ceph
 from tests.servers.server import S3Server, Server

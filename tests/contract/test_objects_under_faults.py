@@ -14,7 +14,7 @@ from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, PAGE_BYTES, ObjectSettings, Settings
-from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
+from tests.doubles.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
 from tests.support.object_server import ObjectServer
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 

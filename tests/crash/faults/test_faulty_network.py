@@ -17,8 +17,8 @@ from holdfast.backends.stores.wrappers import retries
 from holdfast.errors import UnavailableError
 from holdfast.observers import prometheus
 from holdfast.settings import ObjectSettings, Settings
-from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxyFault
 from tests.campaign.network import down, hasty, is_request, play
+from tests.doubles.fault_proxy import FaultKind, FaultProxy, ProxyFault
 from tests.support.object_server import ObjectServer
 
 pytestmark = pytest.mark.long

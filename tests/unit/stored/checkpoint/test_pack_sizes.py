@@ -22,8 +22,8 @@ from holdfast.errors import CorruptError
 from holdfast.settings import PAGE_BYTES
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.checkpoint.pack_sizes import require_sizes, short_packs
-from holdfast.testing.calls import RecordingStore, StoreCall
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
+from tests.doubles.calls import RecordingStore, StoreCall
 from tests.doubles.framework import GlobalTensor
 from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, plain, saved

@@ -22,7 +22,7 @@ from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.epochs import put_accepted, put_epoch, read_epoch
 from holdfast.stored.repository.timelines import run_timelines
-from holdfast.testing.calls import RecordingStore
+from tests.doubles.calls import RecordingStore
 from tests.doubles.faults import Faults, FaultyStore, raise_error, stall_until
 from tests.support.crashed_run import COMPRESSED, run_at, training_state
 from tests.support.object_server import ObjectServer

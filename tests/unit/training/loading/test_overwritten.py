@@ -21,11 +21,11 @@ from holdfast.base.types.reports import LoadReport
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
-from holdfast.testing.calls import RecordingStore
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import load_checkpoint
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.step_choice import StepChoice
+from tests.doubles.calls import RecordingStore
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks
 from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.doubles.framework import GlobalTensor, NumpyFramework

@@ -21,11 +21,11 @@ from holdfast.errors import CorruptError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation, is_all_there
 from holdfast.stored.checkpoint.pack_sizes import short_packs
-from holdfast.testing.calls import RecordingStore
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import load_checkpoint
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.step_choice import StepChoice
+from tests.doubles.calls import RecordingStore
 from tests.doubles.comm import ThreadComm, outcomes_of_ranks
 from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned

@@ -27,9 +27,9 @@ from holdfast.stored.repository.catalog import read_manifest, read_run_id, step_
 from holdfast.stored.repository.epochs import accepted_steps, current_fence, newest_epoch, put_accepted, put_epoch
 from holdfast.stored.repository.quarantine import identity_at, quarantine
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.calls import RecordingStore
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal.garbage_collection import collected
+from tests.doubles.calls import RecordingStore
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from tests.doubles.framework import NumpyFramework
 from tests.unit.ranks import fresh_store, saved

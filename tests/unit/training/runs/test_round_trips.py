@@ -17,10 +17,10 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.clock import SystemClock
 from holdfast.core.format.names import step_folder, step_of_pack
 from holdfast.policies import EveryNSteps, LatestN, Policies
-from holdfast.testing.calls import RecordingStore, StoreCall, rounds, table
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from holdfast.training.runs.tiers.near import NearPlace
+from tests.doubles.calls import RecordingStore, StoreCall, rounds, table
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from tests.doubles.framework import GlobalTensor, NumpyFramework
 from tests.unit.ranks import PATIENT, fresh_store, plain

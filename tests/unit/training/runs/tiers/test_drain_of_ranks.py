@@ -18,13 +18,13 @@ from holdfast.policies import EveryNSteps, KeepPolicy, LatestN, Policies
 from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.repository.reports import reports_in
 from holdfast.stored.repository.timelines import committed_steps
-from holdfast.testing.calls import RecordingStore
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.tiers import drain as draining
 from holdfast.training.runs.tiers import drain_try as trying
 from holdfast.training.runs.tiers.near import NearPlace
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.telemetry.trace import trace_of
+from tests.doubles.calls import RecordingStore
 from tests.doubles.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from tests.doubles.faults import FaultPoint, Faults, FaultyStore
 from tests.doubles.framework import NumpyFramework

@@ -11,7 +11,7 @@ from http.client import HTTPConnection, HTTPException
 
 import pytest
 
-from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
+from tests.doubles.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
 from tests.support.object_server import BUCKET, ObjectServer
 
 

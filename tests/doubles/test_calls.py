@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from holdfast.errors import MissingError
-from holdfast.testing.calls import RecordingStore, StoreCall, rounds, table
+from tests.doubles.calls import RecordingStore, StoreCall, rounds, table
 from tests.unit.ranks import fresh_store
 
 
