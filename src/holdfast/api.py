@@ -37,7 +37,15 @@ from holdfast.training.saving.target import Collect, SaveTarget, path_save
 if TYPE_CHECKING:
     from holdfast._face.agent_api import agent, agent_status
     from holdfast._face.checkpoint_manager import CheckpointManager
+    from holdfast._face.checkpoint_words import (
+        checkpoint_document,
+        coded_forms,
+        provenance,
+        tensor_document,
+        tensor_totals,
+    )
     from holdfast._face.comparison import diff
+    from holdfast._face.diff_words import diff_document
     from holdfast._face.drain_api import drain
     from holdfast._face.export_wiring import EXPORT_DTYPES
     from holdfast._face.offline_api import (
@@ -55,6 +63,8 @@ if TYPE_CHECKING:
         trace,
         untag,
     )
+    from holdfast._face.run_words import StepTable, agent_notes, run_document, shown_age, shown_time, step_table
+    from holdfast._face.value_words import value_lines, value_text
     from holdfast._face.whole_state import read
     from holdfast.base.layouts.explain import explain
     from holdfast.base.layouts.layout import shipped
@@ -113,6 +123,7 @@ __all__ = [
     "ValueDiff",
     "Verdict",
     "agent",
+    "agent_notes",
     "agent_status",
     "async_save",
     "collect",
@@ -139,6 +150,19 @@ __all__ = [
     "untag",
     "trace",
     "value_document",
+    "StepTable",
+    "checkpoint_document",
+    "coded_forms",
+    "diff_document",
+    "provenance",
+    "run_document",
+    "shown_age",
+    "shown_time",
+    "step_table",
+    "tensor_document",
+    "tensor_totals",
+    "value_lines",
+    "value_text",
 ]
 
 _HOMES = {
@@ -158,6 +182,20 @@ _HOMES = {
     "read": "holdfast._face.whole_state",
     "shipped": "holdfast.base.layouts.layout",
     "value_document": "holdfast.offline.diff.values",
+    "StepTable": "holdfast._face.run_words",
+    "checkpoint_document": "holdfast._face.checkpoint_words",
+    "coded_forms": "holdfast._face.checkpoint_words",
+    "diff_document": "holdfast._face.diff_words",
+    "provenance": "holdfast._face.checkpoint_words",
+    "agent_notes": "holdfast._face.run_words",
+    "run_document": "holdfast._face.run_words",
+    "shown_age": "holdfast._face.run_words",
+    "shown_time": "holdfast._face.run_words",
+    "step_table": "holdfast._face.run_words",
+    "tensor_document": "holdfast._face.checkpoint_words",
+    "tensor_totals": "holdfast._face.checkpoint_words",
+    "value_lines": "holdfast._face.value_words",
+    "value_text": "holdfast._face.value_words",
 }
 """Modules of names that neither this module nor `offline_api` holds."""
 

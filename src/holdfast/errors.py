@@ -137,6 +137,22 @@ def shown_bytes(count: int) -> str:
     return f"{scaled / 1024:,.1f} {_UNITS[-1]}"
 
 
+def counted(count: int, singular: str) -> str:
+    """Return a count with its singular: `1 tensor`, `2,048 tensors`."""
+    return f"{count:,} {singular}{'s' * (count != 1)}"
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Return ascending ranks for people: `0-3, 7`."""
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] + 1 == rank:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 NAMES_SHOWN = 3
 """Most names in one message."""
 

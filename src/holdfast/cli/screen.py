@@ -12,22 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 
-def counted(count: int, singular: str) -> str:
-    """Return a count with its singular: `1 tensor`, `2,048 tensors`."""
-    return f"{count:,} {singular}{'s' * (count != 1)}"
-
-
-def shown_ranks(ranks: Sequence[int]) -> str:
-    """Return ascending ranks for people: `0-3, 7`."""
-    runs: list[tuple[int, int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] + 1 == rank:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 class _Console(Console):
     """A console that leaves a closed pipe to the command; rich would exit with status 1."""
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast import api
 from holdfast.base.types.values import FrameworkValue, Group, Skipped, TensorRef
-from holdfast.cli.screen import shown_ranks
-from holdfast.cli.tree import tree_lines
-from holdfast.errors import printable, shown_bytes
+from holdfast.errors import printable, shown_bytes, shown_ranks
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_what_is_printable_stays_and_the_rest_is_escaped(text: str) -> None:
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner),
 ))  # fmt: skip
 def test_any_value_is_shown_and_harmless(value: object) -> None:
-    lines = tree_lines({"key": value}, whole_names=True)
+    lines = api.value_lines({"key": value}, whole_names=True)
     assert lines
     assert all(line.isprintable() for line in lines)
     assert lines[0].startswith("key:")
@@ -86,7 +85,7 @@ def test_a_tree_of_everything_that_is_kept() -> None:
         "skipped": Skipped("x.y"),
         "group": Group("dict", {"inner": 1}),
     }
-    text = "\n".join(tree_lines(values, whole_names=True))
+    text = "\n".join(api.value_lines(values, whole_names=True))
     for line in (
         "none: None",
         "(20,001 bits)",
@@ -109,11 +108,11 @@ def test_a_tree_of_everything_that_is_kept() -> None:
 
 def test_children_that_are_alike_are_told_once_unless_something_of_them_is_cut() -> None:
     same = {f"p{number}": {"lr": 0.1, "eps": 1e-8} for number in range(5)}
-    assert tree_lines(same, whole_names=True) == ["p0, p1, p2, p3, p4:", "  lr: 0.1", "  eps: 1e-08"]
-    assert tree_lines(same, whole_names=False)[0] == "p0, p1 and 3 more alike:"
+    assert api.value_lines(same, whole_names=True) == ["p0, p1, p2, p3, p4:", "  lr: 0.1", "  eps: 1e-08"]
+    assert api.value_lines(same, whole_names=False)[0] == "p0, p1 and 3 more alike:"
     same["p2"] = {"lr": 0.2, "eps": 1e-8}
-    assert tree_lines(same, whole_names=True)[::3] == ["p0, p1, p3, p4:", "p2:"]
+    assert api.value_lines(same, whole_names=True)[::3] == ["p0, p1, p3, p4:", "p2:"]
     cut = {"a": {"text": "x" * 1000}, "b": {"text": "x" * 999 + "y"}}
-    assert [line for line in tree_lines(cut, whole_names=True) if not line.startswith(" ")] == ["a:", "b:"]
+    assert [line for line in api.value_lines(cut, whole_names=True) if not line.startswith(" ")] == ["a:", "b:"]
     plain = {"a": 1, "b": 1}
-    assert tree_lines(plain, whole_names=True) == ["a: 1", "b: 1"]
+    assert api.value_lines(plain, whole_names=True) == ["a: 1", "b: 1"]

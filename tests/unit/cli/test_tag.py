@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as package
-from holdfast.cli.commands.ls import shown_age
+from holdfast.api import shown_age
 from tests.unit.cli.running import holdfast
 
 

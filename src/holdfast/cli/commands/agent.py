@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from holdfast import api
 from holdfast.cli.arguments import AsJson, Near, ToRoot
-from holdfast.cli.commands.ls import agent_document, show_agent
+from holdfast.cli.commands.ls import STYLES
 from holdfast.cli.exit_status import ended_well
-from holdfast.cli.screen import print_result
+from holdfast.cli.screen import Screen, print_result
 
 
 def agent(
@@ -32,7 +33,12 @@ def agent(
     """
     with ended_well():
         if status:
-            print_result(api.agent_status(near), show_agent, agent_document, as_json=as_json)
+            print_result(api.agent_status(near), _show, asdict, as_json=as_json)
         else:
             logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
             api.agent(near, to, orphan_seconds=orphan_seconds, linger_seconds=linger_seconds)
+
+
+def _show(screen: Screen, status: api.AgentStatus) -> None:
+    for tone, text in api.agent_notes(status):
+        screen.line(text, style=STYLES[tone])

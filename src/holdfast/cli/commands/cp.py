@@ -10,8 +10,8 @@ from holdfast import api
 from holdfast.cli.arguments import AsJson, SingleWriter, settings_with
 from holdfast.cli.exit_status import complain, ended_well
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import InvalidError, first_three, printable, shown_bytes
+from holdfast.cli.screen import Screen, attributes, print_result
+from holdfast.errors import InvalidError, counted, first_three, printable, shown_bytes
 
 
 def cp(

@@ -11,8 +11,8 @@ from holdfast import api
 from holdfast.cli.arguments import AsJson, Near, SingleWriter, ToRoot, settings_with
 from holdfast.cli.exit_status import complain, ended_well
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import first_three, shown_bytes
+from holdfast.cli.screen import Screen, attributes, print_result
+from holdfast.errors import counted, first_three, shown_bytes
 
 
 def drain(

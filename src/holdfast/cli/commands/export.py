@@ -12,8 +12,8 @@ from holdfast.cli.arguments import AllowRoot, AsJson, SingleWriter, Step, chosen
 from holdfast.cli.exit_status import complain, ended_well
 from holdfast.cli.layout_options import Layouts, with_layouts
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import InvalidError, printable, shown_bytes
+from holdfast.cli.screen import Screen, attributes, print_result
+from holdfast.errors import InvalidError, counted, printable, shown_bytes
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power

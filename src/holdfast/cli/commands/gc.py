@@ -10,8 +10,8 @@ import typer
 from holdfast import api, policies
 from holdfast.cli.arguments import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
 from holdfast.cli.exit_status import ended_well
-from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import InvalidError, printable, shown_bytes
+from holdfast.cli.screen import Screen, attributes, print_result
+from holdfast.errors import InvalidError, counted, printable, shown_bytes
 
 _COLUMNS = (">STEP", "STAYS BECAUSE")
 

@@ -8,7 +8,6 @@ import typer
 
 from holdfast import api
 from holdfast.cli.arguments import Root, SingleWriter, settings_with
-from holdfast.cli.commands.ls import shown_time
 from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, print_result
 from holdfast.errors import InvalidError, printable
@@ -51,7 +50,7 @@ def tag(
 
 def _show(screen: Screen, run: api.RunRecord) -> None:
     if run.tags:
-        rows = [[tag.name, str(tag.step), shown_time(tag.created)] for tag in run.tags]
+        rows = [[tag.name, str(tag.step), api.shown_time(tag.created)] for tag in run.tags]
         screen.table(_COLUMNS, rows, ["" if _is_held(run, tag) else "yellow" for tag in run.tags])
     elif not run.tag_errors:
         screen.line("no tags yet")

@@ -11,8 +11,8 @@ import typer
 
 from holdfast import api
 from holdfast.cli.exit_status import complain, ended_well
-from holdfast.cli.screen import counted, stdout
-from holdfast.errors import InvalidError, UnavailableError, printable
+from holdfast.cli.screen import stdout
+from holdfast.errors import InvalidError, UnavailableError, counted, printable
 
 
 def trace(

@@ -16,8 +16,8 @@ from holdfast.cli.arguments import AllowRoot, AsJson, Step, damaged_step, opened
 from holdfast.cli.exit_status import DAMAGED, ended_well
 from holdfast.cli.layout_options import Layouts, with_layouts
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import CorruptError, printable, shown_bytes
+from holdfast.cli.screen import Screen, attributes, print_result
+from holdfast.errors import CorruptError, counted, printable, shown_bytes
 
 _MANIFEST = "manifest.json"
 """The file that is damaged if a checkpoint cannot be opened (docs/format.md)."""

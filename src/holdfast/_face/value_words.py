@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from holdfast.api import FrameworkValue, Group, PerRankRef, Skipped, TensorRef
+from holdfast.base.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef
 from holdfast.errors import printable
 
 TEXT_MAX = 100
@@ -22,12 +22,14 @@ _SUBCLASS = "torch.subclass"
 """Kind of a value that stands for a tensor subclass (docs/values.md)."""
 
 
-def tree_lines(values: Mapping[str, object], *, whole_names: bool) -> list[str]:
+def value_lines(values: Mapping[str, object], *, whole_names: bool) -> list[str]:
     """Return the lines of a tree, without control characters.
 
     Equal children of one dict are printed once, under all their names, if none of them is cut: the hyperparameters of
     a thousand parameters take a few lines.
 
+    Example:
+        print(holdfast.api.value_lines(holdfast.open_checkpoint("checkpoint").objects, whole_names=False))
     Args:
         values: The root.
         whole_names: Print every name of equal children, rather than the first two and a count.
@@ -35,8 +37,12 @@ def tree_lines(values: Mapping[str, object], *, whole_names: bool) -> list[str]:
     return _block(((_name(key), value) for key, value in values.items()), whole_names)
 
 
-def in_line(value: object) -> str:
-    """Return a value in one line, without control characters; a long value is cut."""
+def value_text(value: object) -> str:
+    """Return a value in one line, without control characters; a long value is cut.
+
+    Example:
+        print(holdfast.api.value_text([1, 2, 3]))
+    """
     shown = _shown(value, whole_names=False)
     return shown if isinstance(shown, str) else _clipped("; ".join(line.strip() for line in shown))
 

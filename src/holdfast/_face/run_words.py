@@ -1,0 +1,273 @@
+"""The words for a run: the table, the notes and the JSON that `holdfast ls` and the page share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from holdfast.errors import CorruptError, counted, first_three, printable, shown_bytes
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.repository.logs import RunLog
+from holdfast.training.runs.listing import RunRecord, StepRecord
+from holdfast.training.runs.tiers.agent_files import AgentStatus
+
+_COLUMNS = (">STEP", "CREATED", ">AGE", ">TENSORS", ">BYTES", ">RANKS", "ATTEMPT")
+
+Tone = Literal["", "bad", "warning", "old"]
+"""How a row or a note stands out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The steps of a run that can be loaded, as a table for people, and notes on all steps."""
+
+    columns: tuple[str, ...]
+    """Headings. A column after `>` is aligned to the right."""
+
+    rows: tuple[tuple[str, ...], ...]
+    """Cells without control characters, one for each column."""
+
+    tones: tuple[Tone, ...]
+    """One for each row."""
+
+    records: tuple[StepRecord, ...]
+    """The step of each row."""
+
+    notes: tuple[tuple[Tone, str], ...]
+    """Remarks on the run and its steps, in one line each."""
+
+
+def step_table(run: RunRecord) -> StepTable:
+    """Return the words of `holdfast ls` for a run. Needs no torch.
+
+    Example:
+        table = holdfast.api.step_table(holdfast.api.list_steps("run-7"))
+        print(table.columns, table.rows[-1], table.notes)
+    """
+    loadable = [record for record in run.steps if record.committed or record.superseded]
+    now = datetime.now(UTC)
+    extra = [(column, shown) for column, shown in _EXTRA if any(map(shown, loadable))]
+    if any(record.shares_packs for record in loadable):
+        # In every other run each step stands alone.
+        extra.insert(0, ("ALONE", _alone))
+    rows = tuple((*_row(record, now), *(shown(record) or "-" for _, shown in extra)) for record in loadable)
+    columns = (*_COLUMNS, *(column for column, _ in extra))
+    return StepTable(columns, rows, tuple(map(_tone, loadable)), tuple(loadable), tuple(_run_notes(run, loadable)))
+
+
+def _row(record: StepRecord, now: datetime) -> list[str]:
+    manifest = record.manifest
+    if manifest is None:
+        return [str(record.step), _problem(record), *["-"] * (len(_COLUMNS) - 2)]
+    return [
+        record.name,
+        shown_time(manifest.created),
+        shown_age(manifest.created, now),
+        f"{manifest.tensors:,}",
+        shown_bytes(manifest.tensor_bytes),
+        str(manifest.world_size),
+        manifest.attempt,
+    ]
+
+
+def _problem(record: StepRecord) -> str:
+    """Return in a word why a manifest cannot be read: one of a newer format is as good as it was."""
+    return "damaged" if isinstance(record.error, CorruptError) else "unreadable"
+
+
+def _timeline(record: StepRecord) -> str:
+    number = 1 if record.manifest is None else record.manifest.timeline.number
+    return f"{number} superseded" if record.superseded else str(number) if number > 1 else ""
+
+
+def _alone(record: StepRecord) -> str:
+    return "" if record.stands_alone is None else "yes" if record.stands_alone else "no"
+
+
+def _health(record: StepRecord) -> str:
+    healthy = None if record.manifest is None else record.manifest.healthy
+    return "" if healthy is None else "healthy" if healthy else "unhealthy"
+
+
+def _place(record: StepRecord) -> str:
+    return f"draining {record.drained:.0%}" if record.drained else "+".join(record.places)
+
+
+_EXTRA: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
+    ("IN", _place),
+    ("TIMELINE", _timeline),
+    ("HEALTH", _health),
+    ("METRICS", lambda record: "" if record.manifest is None else shown_metrics(record.manifest.metrics)),
+    ("TAGS", lambda record: printable(" ".join(record.tags))),
+)
+"""Columns that are shown if a step has a value in them."""
+
+
+def _notes(record: StepRecord) -> Iterator[tuple[Tone, str]]:
+    status = _status(record)
+    if record.error:
+        yield "bad", printable(str(record.error))
+    elif record.fenced:
+        yield "warning", "fenced: a newer writer did not accept it; not loaded"
+    elif status == "removed":
+        yield "", f"removed; holds packs of steps {first_three(record.holds_packs_of)}"
+    elif status == "unfinished":
+        yield "warning", "unfinished, no manifest (a save is running, or died)"
+    elif record.quarantined is not None:
+        yield "bad", f"under quarantine: {printable(record.quarantined)}"
+    elif record.leftovers:
+        yield "warning", f"holds {counted(len(record.leftovers), 'unfinished attempt')} beside the committed one"
+    findings = () if record.manifest is None else record.manifest.findings
+    if findings:
+        more = f" (and {len(findings) - 1} more, see: holdfast inspect)" if len(findings) > 1 else ""
+        yield "warning", f"unhealthy: {printable(findings[0])}{more}"
+
+
+def _run_notes(run: RunRecord, loadable: Sequence[StepRecord]) -> Iterator[tuple[Tone, str]]:
+    if run.error:
+        problem = "is damaged" if isinstance(run.error, CorruptError) else "cannot be read"
+        yield "bad", f"holdfast.json {problem}: {printable(str(run.error))}"
+    for record in run.steps:
+        yield from ((tone, f"step {record.step}: {text}") for tone, text in _notes(record))
+    newest = max((record.step for record in loadable if record.committed and not record.quarantined), default=0)
+    for log in run.logs[:1]:
+        if log.steps and log.reach >= newest:
+            segments = counted(len(log.segments), "segment")
+            yield "", f"{log.base} + log to {log.reach}: {shown_bytes(log.bytes)} in {segments}"
+    if run.agent is not None:
+        yield from agent_notes(run.agent)
+
+
+def agent_notes(status: AgentStatus) -> Iterator[tuple[Tone, str]]:
+    """Yield remarks on the agent of a near tier, in one line each. Needs no torch.
+
+    Example:
+        holdfast.api.agent("nvme/run-8", orphan_seconds=0, linger_seconds=0)
+        print(list(holdfast.api.agent_notes(holdfast.api.agent_status("nvme/run-8"))))
+    """
+    state = status.state if status.is_running else f"does not run; was {status.state}"
+    age = shown_age(datetime.fromtimestamp(status.since_unix_seconds, UTC).isoformat())
+    yield "", printable(f"agent of {status.near}: {state} for {age}, process {status.pid}; root {status.root}")
+    if status.waiting:
+        yield "warning", f"the root lacks steps [{first_three(status.waiting)}]"
+    if status.error:
+        yield "bad", f"the last drain failed: {printable(status.error)}"
+
+
+def _tone(record: StepRecord) -> Tone:
+    return "bad" if record.error else "old" if record.superseded else ""
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> str:
+    """Return the metrics of a step, for people: `loss=0.25 accuracy=0.9`."""
+    return printable(" ".join(f"{name}={value:.6g}" for name, value in metrics.items()))
+
+
+def shown_age(created: str, now: datetime | None = None) -> str:
+    """Return the age of a step, for people: `12 min`; `-` if its time is malformed or in the future.
+
+    Example:
+        print(holdfast.api.shown_age("2026-01-01T00:00:00+00:00"))
+    Args:
+        created: The time of creation in a manifest.
+        now: The time that counts as now; None for the clock.
+    """
+    try:
+        seconds = ((now or datetime.now(UTC)) - datetime.fromisoformat(created)).total_seconds()
+    except (ValueError, TypeError):
+        return "-"
+    if seconds < 0:
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        # Hours up to two days, and so on: "1 h" would be wrong for 90 minutes.
+        if seconds >= 2 * length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def shown_time(created: str) -> str:
+    """Return the creation time in a manifest, for people.
+
+    Example:
+        print(holdfast.api.shown_time("2026-01-01T00:00:00+00:00"))
+    """
+    return printable(created.removesuffix("+00:00").replace("T", " ")) + " UTC" * created.endswith("+00:00")
+
+
+def health_document(record: Checkpoint | StepRecord) -> dict[str, object]:
+    """Return the health of a checkpoint, as JSON."""
+    manifest = record.manifest
+    health = None if manifest is None else manifest.health
+    return {
+        "healthy": manifest and manifest.healthy,
+        "nonfinite": None if health is None or health.nonfinite is None else dict(health.nonfinite),
+        "unhealthy": () if manifest is None else manifest.findings,
+    }
+
+
+def json_number(value: float) -> float | str:
+    """Return a number for JSON; as text if JSON cannot express it: `NaN`, `Infinity`, `-Infinity`."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def log_document(log: RunLog) -> dict[str, object]:
+    """Return the redo log after a base, as JSON."""
+    return {"id": log.id, "base": log.base, "reach": log.reach, "segments": len(log.segments), "bytes": log.bytes}
+
+
+def run_document(run: RunRecord) -> dict[str, object]:
+    """Return the listing of a run as JSON, as `holdfast ls --json` prints it. Needs no torch.
+
+    Example:
+        print(holdfast.api.run_document(holdfast.api.list_steps("run-7"))["run_id"])
+    """
+    return {
+        "root": run.url,
+        "run_id": run.run_id,
+        "error": None if run.error is None else str(run.error),
+        "steps": [step_document(record) for record in run.steps],
+        "logs": [log_document(log) for log in run.logs],
+        "agent": run.agent and asdict(run.agent),
+    }
+
+
+def _status(record: StepRecord) -> str:
+    """Return the state of a step in a word."""
+    if record.error:
+        return _problem(record)
+    if record.fenced:
+        return "fenced"
+    if record.superseded:
+        return "superseded"
+    if record.committed:
+        return "committed"
+    return "removed" if record.holds_packs_of else "unfinished"
+
+
+_PLAIN = ("stands_alone", "places", "tags", "leftovers", "holds_packs_of", "quarantined")
+
+
+def step_document(record: StepRecord) -> dict[str, object]:
+    """Return a step of a run, as JSON."""
+    manifest = record.manifest
+    return {
+        "step": record.step,
+        "status": _status(record),
+        "error": None if record.error is None else str(record.error),
+        "created": manifest and manifest.created,
+        "tensors": manifest and manifest.tensors,
+        "bytes": manifest and manifest.tensor_bytes,
+        "ranks": manifest and manifest.world_size,
+        "attempt": manifest and manifest.attempt,
+        "epoch": manifest and manifest.epoch,
+        "timeline": manifest and manifest.timeline.number,
+        "digest": manifest and manifest.digest,
+        **health_document(record),
+        "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
+        **{name: getattr(record, name) for name in _PLAIN},
+    }
