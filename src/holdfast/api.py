@@ -37,17 +37,11 @@ from holdfast.training.saving.target import Collect, SaveTarget, path_save
 if TYPE_CHECKING:
     from holdfast._face.agent_api import agent, agent_status
     from holdfast._face.checkpoint_manager import CheckpointManager
-    from holdfast._face.checkpoint_words import (
-        checkpoint_document,
-        coded_forms,
-        provenance,
-        tensor_document,
-        tensor_totals,
-    )
+    from holdfast._face.checkpoint_words import provenance
     from holdfast._face.comparison import diff
-    from holdfast._face.diff_words import diff_document
     from holdfast._face.drain_api import drain
     from holdfast._face.export_wiring import EXPORT_DTYPES
+    from holdfast._face.observing import alerts, reports, watch_run
     from holdfast._face.offline_api import (
         collect,
         copy_checkpoint,
@@ -63,7 +57,7 @@ if TYPE_CHECKING:
         trace,
         untag,
     )
-    from holdfast._face.run_words import StepTable, agent_notes, run_document, shown_age, shown_time, step_table
+    from holdfast._face.run_words import agent_notes, shown_age, shown_time, step_table
     from holdfast._face.value_words import value_lines, value_text
     from holdfast._face.whole_state import read
     from holdfast.base.layouts.explain import explain
@@ -75,12 +69,16 @@ if TYPE_CHECKING:
     from holdfast.offline.repair.repair import RepairReport, StepRepair
     from holdfast.stored.checkpoint.verify_log import LogVerification
     from holdfast.stored.repository.logs import RunLog
+    from holdfast.training.runs.lineage import lineage
     from holdfast.training.runs.listing import RunRecord, StepRecord
     from holdfast.training.runs.removal.garbage_collection import CollectReport
     from holdfast.training.runs.removal.named_steps import RemovedSteps
     from holdfast.training.runs.tiers.agent_files import AgentStatus
     from holdfast.training.runs.tiers.offline_drain import DrainReport
+    from holdfast.training.runs.watch import RunWatch
+    from holdfast.training.telemetry.alerts import Alert, AlertRules
     from holdfast.training.telemetry.trace import Trace
+    from holdfast.training.telemetry.work import Work, works_of
 
 __all__ = [
     "EXPORT_DTYPES",
@@ -150,19 +148,21 @@ __all__ = [
     "untag",
     "trace",
     "value_document",
-    "StepTable",
-    "checkpoint_document",
-    "coded_forms",
-    "diff_document",
     "provenance",
-    "run_document",
     "shown_age",
     "shown_time",
     "step_table",
-    "tensor_document",
-    "tensor_totals",
     "value_lines",
     "value_text",
+    "Alert",
+    "AlertRules",
+    "RunWatch",
+    "Work",
+    "alerts",
+    "lineage",
+    "reports",
+    "watch_run",
+    "works_of",
 ]
 
 _HOMES = {
@@ -182,20 +182,22 @@ _HOMES = {
     "read": "holdfast._face.whole_state",
     "shipped": "holdfast.base.layouts.layout",
     "value_document": "holdfast.offline.diff.values",
-    "StepTable": "holdfast._face.run_words",
-    "checkpoint_document": "holdfast._face.checkpoint_words",
-    "coded_forms": "holdfast._face.checkpoint_words",
-    "diff_document": "holdfast._face.diff_words",
     "provenance": "holdfast._face.checkpoint_words",
     "agent_notes": "holdfast._face.run_words",
-    "run_document": "holdfast._face.run_words",
     "shown_age": "holdfast._face.run_words",
     "shown_time": "holdfast._face.run_words",
     "step_table": "holdfast._face.run_words",
-    "tensor_document": "holdfast._face.checkpoint_words",
-    "tensor_totals": "holdfast._face.checkpoint_words",
     "value_lines": "holdfast._face.value_words",
     "value_text": "holdfast._face.value_words",
+    "Alert": "holdfast.training.telemetry.alerts",
+    "AlertRules": "holdfast.training.telemetry.alerts",
+    "RunWatch": "holdfast.training.runs.watch",
+    "Work": "holdfast.training.telemetry.work",
+    "alerts": "holdfast._face.observing",
+    "lineage": "holdfast.training.runs.lineage",
+    "reports": "holdfast._face.observing",
+    "watch_run": "holdfast._face.observing",
+    "works_of": "holdfast.training.telemetry.work",
 }
 """Modules of names that neither this module nor `offline_api` holds."""
 

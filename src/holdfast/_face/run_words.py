@@ -1,16 +1,13 @@
-"""The words for a run: the table, the notes and the JSON that `holdfast ls` and the page share."""
+"""The words for a run: the table and the notes that `holdfast ls` and the page share."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
 from holdfast.errors import CorruptError, counted, first_three, printable, shown_bytes
-from holdfast.stored.checkpoint.checkpoint import Checkpoint
-from holdfast.stored.repository.logs import RunLog
 from holdfast.training.runs.listing import RunRecord, StepRecord
 from holdfast.training.runs.tiers.agent_files import AgentStatus
 
@@ -61,7 +58,7 @@ def step_table(run: RunRecord) -> StepTable:
 def _row(record: StepRecord, now: datetime) -> list[str]:
     manifest = record.manifest
     if manifest is None:
-        return [str(record.step), _problem(record), *["-"] * (len(_COLUMNS) - 2)]
+        return [str(record.step), record.status, *["-"] * (len(_COLUMNS) - 2)]
     return [
         record.name,
         shown_time(manifest.created),
@@ -71,11 +68,6 @@ def _row(record: StepRecord, now: datetime) -> list[str]:
         str(manifest.world_size),
         manifest.attempt,
     ]
-
-
-def _problem(record: StepRecord) -> str:
-    """Return in a word why a manifest cannot be read: one of a newer format is as good as it was."""
-    return "damaged" if isinstance(record.error, CorruptError) else "unreadable"
 
 
 def _timeline(record: StepRecord) -> str:
@@ -107,7 +99,7 @@ _EXTRA: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
 
 
 def _notes(record: StepRecord) -> Iterator[tuple[Tone, str]]:
-    status = _status(record)
+    status = record.status
     if record.error:
         yield "bad", printable(str(record.error))
     elif record.fenced:
@@ -195,79 +187,3 @@ def shown_time(created: str) -> str:
         print(holdfast.api.shown_time("2026-01-01T00:00:00+00:00"))
     """
     return printable(created.removesuffix("+00:00").replace("T", " ")) + " UTC" * created.endswith("+00:00")
-
-
-def health_document(record: Checkpoint | StepRecord) -> dict[str, object]:
-    """Return the health of a checkpoint, as JSON."""
-    manifest = record.manifest
-    health = None if manifest is None else manifest.health
-    return {
-        "healthy": manifest and manifest.healthy,
-        "nonfinite": None if health is None or health.nonfinite is None else dict(health.nonfinite),
-        "unhealthy": () if manifest is None else manifest.findings,
-    }
-
-
-def json_number(value: float) -> float | str:
-    """Return a number for JSON; as text if JSON cannot express it: `NaN`, `Infinity`, `-Infinity`."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def log_document(log: RunLog) -> dict[str, object]:
-    """Return the redo log after a base, as JSON."""
-    return {"id": log.id, "base": log.base, "reach": log.reach, "segments": len(log.segments), "bytes": log.bytes}
-
-
-def run_document(run: RunRecord) -> dict[str, object]:
-    """Return the listing of a run as JSON, as `holdfast ls --json` prints it. Needs no torch.
-
-    Example:
-        print(holdfast.api.run_document(holdfast.api.list_steps("run-7"))["run_id"])
-    """
-    return {
-        "root": run.url,
-        "run_id": run.run_id,
-        "error": None if run.error is None else str(run.error),
-        "steps": [step_document(record) for record in run.steps],
-        "logs": [log_document(log) for log in run.logs],
-        "agent": run.agent and asdict(run.agent),
-    }
-
-
-def _status(record: StepRecord) -> str:
-    """Return the state of a step in a word."""
-    if record.error:
-        return _problem(record)
-    if record.fenced:
-        return "fenced"
-    if record.superseded:
-        return "superseded"
-    if record.committed:
-        return "committed"
-    return "removed" if record.holds_packs_of else "unfinished"
-
-
-_PLAIN = ("stands_alone", "places", "tags", "leftovers", "holds_packs_of", "quarantined")
-
-
-def step_document(record: StepRecord) -> dict[str, object]:
-    """Return a step of a run, as JSON."""
-    manifest = record.manifest
-    return {
-        "step": record.step,
-        "status": _status(record),
-        "error": None if record.error is None else str(record.error),
-        "created": manifest and manifest.created,
-        "tensors": manifest and manifest.tensors,
-        "bytes": manifest and manifest.tensor_bytes,
-        "ranks": manifest and manifest.world_size,
-        "attempt": manifest and manifest.attempt,
-        "epoch": manifest and manifest.epoch,
-        "timeline": manifest and manifest.timeline.number,
-        "digest": manifest and manifest.digest,
-        **health_document(record),
-        "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
-        **{name: getattr(record, name) for name in _PLAIN},
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 
 from holdfast import api
 from holdfast.cli.screen import Screen
@@ -48,3 +49,8 @@ def show_codings(screen: Screen, codings: Mapping[int, Iterable[KindCoding]]) ->
             ]
         )
     screen.table(_KIND_COLUMNS, table)
+
+
+def codings_document(codings: Mapping[int, Iterable[KindCoding]]) -> list[dict[str, object]]:
+    """Return the decisions of all ranks as JSON, one entry for each rank and kind."""
+    return [{"rank": rank, **asdict(coding)} for rank, of_rank in codings.items() for coding in of_rank]

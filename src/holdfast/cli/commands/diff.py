@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Annotated
@@ -13,7 +15,7 @@ from holdfast.cli.arguments import AllowRoot, AsJson, opened
 from holdfast.cli.exit_status import DIFFERENT, NOT_DONE, ended_well
 from holdfast.cli.layout_options import Layouts, with_layouts
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, print_result
+from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import counted, printable, shown_bytes
 
 ROWS_MAX = 50
@@ -57,7 +59,7 @@ def diff(
         checkpoints = opened(a, allow_root, step_a, layouts), opened(b, allow_root, step_b)
         with shown_progress("comparing") as bar:
             result = api.diff(*checkpoints, tensors=tensors, cast=cast, full=full, observer=bar)
-        print_result(result, partial(_show, everything=everything), api.diff_document, as_json=as_json)
+        print_result(result, partial(_show, everything=everything), _document, as_json=as_json)
     if not result.equal:
         raise typer.Exit(DIFFERENT)
 
@@ -166,3 +168,52 @@ def _percent(part: int, whole: int) -> str:
 
 def _number(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:.4g}"
+
+
+def _document(result: api.Diff) -> dict[str, object]:
+    counts = Counter(tensor.verdict for tensor in result.tensors)
+    return {
+        **attributes(result, "a", "b", "equal"),
+        "tensor_counts": {verdict.value: counts[verdict] for verdict in api.Verdict},
+        "tensors": {tensor.fqn: _tensor_document(tensor) for tensor in result.tensors},
+        "only_a": [_name_document(name) for name in result.only_a],
+        "only_b": [_name_document(name) for name in result.only_b],
+        "ties": [attributes(tie, "name", "a", "b") for tie in result.ties],
+        "values": [_value_document(value) for value in result.values],
+        **attributes(result, "read_bytes", "settled_bytes"),
+    }
+
+
+def _tensor_document(tensor: api.TensorDiff) -> dict[str, object]:
+    document = {"verdict": tensor.verdict.value, **attributes(tensor, "dtype", "shape", "settled_bytes")}
+    change = tensor.change
+    if change is not None:
+        document |= {
+            "changed": change.changed,
+            "changed_fraction": change.changed / tensor.numel,
+            "unmeasured": change.unmeasured,
+            "max_absolute": _finite(change.max_absolute),
+            "max_relative": _finite(change.max_relative),
+            "norm_difference": _finite(change.norm_difference),
+        }
+        if not tensor.settled_bytes:
+            norms = [_finite(change.norm_a), _finite(change.norm_b)]
+            document |= {"norm": norms, **attributes(change, "nan", "inf")}
+    return document
+
+
+def _name_document(name: api.NameOnly) -> dict[str, object]:
+    return {"name": name.fqn, **attributes(name, "dtype", "shape", "tied_to")}
+
+
+def _value_document(value: api.ValueDiff) -> dict[str, object]:
+    document: dict[str, object] = {"path": value.path}
+    if value.in_a:
+        document["a"] = api.value_document(value.a)
+    if value.in_b:
+        document["b"] = api.value_document(value.b)
+    return document
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -11,10 +11,11 @@ import typer
 
 from holdfast import api
 from holdfast.cli.arguments import AsJson, Step, opened
+from holdfast.cli.commands.ls import health_document, json_number, log_document
 from holdfast.cli.exit_status import ended_well
 from holdfast.cli.layout_options import Layouts, with_layouts
 from holdfast.cli.screen import Screen, attributes, stdout
-from holdfast.cli.stored_forms import show_codings, shown_codecs, shown_ratio
+from holdfast.cli.stored_forms import codings_document, show_codings, shown_codecs, shown_ratio
 from holdfast.errors import InvalidError, counted, printable, shown_bytes, shown_ranks
 
 TENSORS_MAX = 50
@@ -72,7 +73,7 @@ def inspect(
             else:
                 _show_plan(screen, checkpoint, forecast, RANKS_MAX if is_short else None)
         elif as_json:
-            screen.json(api.checkpoint_document(checkpoint, names, values=tensors is None))
+            screen.json(_document(checkpoint, names, tensors))
         else:
             names.sort(key=_natural)
             for name, text in api.provenance(checkpoint):
@@ -80,8 +81,8 @@ def inspect(
                     screen.field(name, text)
                 else:
                     screen.line(text, style="bold")
-            forms = api.coded_forms(checkpoint, names)
-            _show_totals(screen, api.tensor_totals(checkpoint, names, forms), TENSORS_MAX if is_short else None)
+            forms = _coded_forms(checkpoint, names)
+            _show_totals(screen, _totals(checkpoint, names, forms), TENSORS_MAX if is_short else None)
             show_codings(screen, checkpoint.codings)
             if tensors is None:
                 _show_values(screen, checkpoint, VALUE_LINES_MAX if is_short else None)
@@ -110,6 +111,29 @@ def _explain(checkpoint: api.Checkpoint, names: list[str], limit: int | None, *,
 def _natural(fqn: str) -> list[tuple[int, str]]:
     """Return a sort key that puts `layers.2` before `layers.10`."""
     return [(int(run), "") if run.isdecimal() else (-1, run) for run in re.split(r"(\d{1,18})", fqn)]
+
+
+def _coded_forms(checkpoint: api.Checkpoint, names: list[str]) -> dict[str, api.StoredForm]:
+    """Return how each tensor is stored; nothing for a checkpoint whose tensors are all stored as they are."""
+    forms = {fqn: checkpoint.stored_form(fqn) for fqn in names}
+    return forms if any(form.codecs for form in forms.values()) else {}
+
+
+def _totals(
+    checkpoint: api.Checkpoint, names: list[str], forms: Mapping[str, api.StoredForm]
+) -> dict[str, dict[str, int]]:
+    """Return number and bytes of tensors by the first part of their names, the key of the state.
+
+    Where some are coded, their stored bytes too.
+    """
+    totals: dict[str, dict[str, int]] = {}
+    for fqn in names:
+        total = totals.setdefault(fqn.partition(".")[0], {"tensors": 0, "bytes": 0})
+        total["tensors"] += 1
+        total["bytes"] += checkpoint.tensors[fqn].bytes
+        if forms:
+            total["stored_bytes"] = total.get("stored_bytes", 0) + forms[fqn].stored_bytes
+    return totals
 
 
 def _show_totals(screen: Screen, totals: Mapping[str, Mapping[str, int]], limit: int | None) -> None:
@@ -164,6 +188,53 @@ def _show_values(screen: Screen, checkpoint: api.Checkpoint, limit: int | None) 
     screen.heading("values")
     lines = api.value_lines(checkpoint.objects, whole_names=limit is None)
     screen.first_lines([f"  {line}" for line in lines] or ["  none"], limit, _MORE_LINES)
+
+
+def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) -> dict[str, object]:
+    manifest = checkpoint.manifest
+    parent = manifest.parent
+    chosen = set(names)
+    document: dict[str, object] = {
+        **attributes(checkpoint, "url", "origin", "remarks"),
+        **attributes(manifest, "step", "run_id", "attempt", "created"),
+        **health_document(checkpoint),
+        "metrics": {name: json_number(value) for name, value in manifest.metrics.items()},
+        "digest": manifest.digest,
+        "parent": None if parent is None else attributes(parent, "run_id", "step", "digest"),
+        **attributes(manifest, "world_size", "layouts", "software"),
+        "tensor_count": manifest.tensors,
+        "tensor_bytes": manifest.tensor_bytes,
+        "packs": [attributes(pack, "name", "bytes", "digest") for pack in manifest.packs],
+        "log": None if checkpoint.log is None else log_document(checkpoint.log),
+        "totals": _totals(checkpoint, names, _coded_forms(checkpoint, names)),
+        "codings": codings_document(checkpoint.codings),
+        "tensors": {fqn: _tensor_document(checkpoint, fqn) for fqn in names},
+        "aliases": {alias: fqn for alias, fqn in sorted(checkpoint.aliases.items()) if fqn in chosen},
+    }
+    if glob is None:
+        document["values"] = checkpoint.objects_document()
+    return document
+
+
+def _tensor_document(checkpoint: api.Checkpoint, fqn: str) -> dict[str, object]:
+    info, form = checkpoint.tensors[fqn], checkpoint.stored_form(fqn)
+    return {
+        **attributes(info, "dtype", "shape", "bytes"),
+        "stored_bytes": form.stored_bytes,
+        "codecs": {name or "raw": count for name, count in form.chunks.items()},
+        "pieces": [
+            {**_region(piece.region), **attributes(piece, "pack", "offset", "bytes", "stored_bytes")}
+            for piece in checkpoint.pieces(fqn)
+        ],
+        "pieces_by_rank": {str(rank): count for rank, count in sorted(checkpoint.written_by(fqn).items())},
+    }
+
+
+def _region(region: api.Region) -> dict[str, object]:
+    """Return the region of a piece: corners of a box, or a range of the flattened tensor."""
+    if isinstance(region, api.FlatRange):
+        return {"flat_start": region.start, "flat_stop": region.stop}
+    return attributes(region, "start", "stop")
 
 
 def _show_plan(screen: Screen, checkpoint: api.Checkpoint, forecast: api.Forecast, limit: int | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 
 from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Fence
@@ -23,6 +25,7 @@ from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.logs import RunLog, newest_logs
 from holdfast.stored.repository.quarantine import QuarantineRecord, identity_at, quarantined
 from holdfast.stored.repository.tags import Tag, Tags, read_tags
+from holdfast.stored.repository.timeline_records import timeline_records
 from holdfast.stored.repository.timelines import (
     MovedManifests,
     StoredManifest,
@@ -73,6 +76,9 @@ class StepRecord:
     drained: float = 0.0
     """Share of the bytes that a drain has copied, of a step that is near alone."""
 
+    discarded: bool = False
+    """Whether training went back and discarded the step: a collection removes it."""
+
     holds_packs_of: tuple[int, ...] = ()
     """Steps that name packs in the folder, of an attempt that no manifest of this step names any more."""
 
@@ -80,6 +86,26 @@ class StepRecord:
     def committed(self) -> bool:
         """Whether the step has a manifest, readable or damaged, that is neither fenced nor superseded."""
         return (self.manifest is not None or self.error is not None) and not self.fenced and not self.superseded
+
+    @property
+    def status(self) -> str:
+        """The state of the step in a word. A manifest of a newer format is as good as ever, and only unreadable."""
+        if self.error:
+            return "damaged" if isinstance(self.error, CorruptError) else "unreadable"
+        if self.fenced:
+            return "fenced"
+        if self.superseded:
+            return "superseded"
+        if self.committed:
+            return "committed"
+        return "removed" if self.holds_packs_of else "unfinished"
+
+    @property
+    def created_unix_seconds(self) -> float | None:
+        """The time of creation; None if unknown or malformed."""
+        with suppress(ValueError, OverflowError):
+            return None if self.manifest is None else datetime.fromisoformat(self.manifest.created).timestamp()
+        return None
 
     @property
     def shares_packs(self) -> bool:
@@ -156,7 +182,9 @@ def run_record(store: Store) -> RunRecord:
     ]
     if timelines is None:
         timelines = arranged(_stored(record) for record in records if record.committed)
-    records = _with_superseded(_with_holders(records), timelines.superseded)
+    stated = timeline_records(store, fence) if fence.has_timelines else ()
+    discarded = {each for record in stated for each in record.discarded}
+    records = _with_superseded(_with_holders(records), timelines.superseded, discarded)
     agent = None
     if isinstance(store, TwoRoots):
         records = [_placed(store, record) for record in records]
@@ -208,11 +236,19 @@ def _with_holders(records: Sequence[StepRecord]) -> list[StepRecord]:
     ]
 
 
-def _with_superseded(records: Sequence[StepRecord], superseded: Iterable[StoredManifest]) -> list[StepRecord]:
-    """Return the records by ascending step, those of superseded steps marked."""
+def _with_superseded(
+    records: Sequence[StepRecord], superseded: Iterable[StoredManifest], discarded: Collection[tuple[int, str]]
+) -> list[StepRecord]:
+    """Return the records by ascending step, those of superseded and of discarded steps marked."""
     left_behind = {manifest.digest for manifest in superseded}
     marked = [
-        record if record.manifest is None else replace(record, superseded=record.manifest.digest in left_behind)
+        record
+        if record.manifest is None
+        else replace(
+            record,
+            superseded=record.manifest.digest in left_behind,
+            discarded=(record.step, record.manifest.digest) in discarded,
+        )
         for record in records
     ]
     return sorted(marked, key=lambda record: (record.step, record.manifest.timeline.number if record.manifest else 0))

@@ -1,0 +1,93 @@
+"""The public functions that look at a run again and again: its reports, its alerts, its work under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from holdfast._face import wiring
+from holdfast.base.clock import SystemClock
+from holdfast.base.types.events import RankReport
+from holdfast.core.format.names import step_folder
+from holdfast.errors import CheckpointError
+from holdfast.settings import Settings
+from holdfast.stored.repository.reports import reports_in
+from holdfast.training.runs.watch import RunWatch
+from holdfast.training.telemetry.alerts import SAVES_READ, Alert, AlertRules
+from holdfast.training.telemetry.event_lines import EventLines
+
+
+def watch_run(
+    root: wiring.Path,
+    *,
+    events: Iterable[str] = (),
+    near: str | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> RunWatch:
+    """Return a watch over a run, which reads news alone and writes nothing. Needs no torch.
+
+    Example:
+        watch = holdfast.api.watch_run("run-7")
+        print(len(watch.refresh().steps), watch.writer, watch.under_way())
+    Args:
+        root: The folder of the run.
+        events: Files of lines that `holdfast.observers.jsonl` writes.
+        near: The near tier of the run; None for the folder that the root names, if this host has it.
+        settings: How to reach storage.
+    Raises:
+        MissingError: There is no such file of events.
+    """
+    return RunWatch(wiring.run_of(wiring.store_at(root, settings), settings, near), SystemClock(), EventLines(events))
+
+
+def alerts(
+    root: wiring.Path,
+    *,
+    rules: AlertRules | None = None,
+    events: Iterable[str] = (),
+    near: str | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> list[Alert]:
+    """Return the alerts of a run: stalled, slow, failing, damaged and others. Read-only, needs no torch.
+
+    Example:
+        for alert in holdfast.api.alerts("run-7", rules=holdfast.api.AlertRules(slow_rank_seconds=5)):
+            print(alert.rule, alert.step, alert.rank, alert.text, alert.act)
+    Args:
+        root: The folder of the run.
+        rules: The thresholds; None for the defaults.
+        events: Files of lines that `holdfast.observers.jsonl` writes: they tell which saves failed, and why.
+        near: The near tier of the run; None for the folder that the root names, if this host has it.
+        settings: How to reach storage.
+    Raises:
+        MissingError: The path holds no run, or there is no such file of events.
+        InvalidError: The path is one checkpoint.
+        UnavailableError: Storage failed.
+    """
+    watch = watch_run(root, events=events, near=near, settings=settings)
+    watch.refresh()
+    watch.read_saves(SAVES_READ)
+    return watch.alerts(rules or AlertRules())
+
+
+def reports(
+    path: wiring.Path,
+    step: int | None = None,
+    *,
+    begins: str = "",
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> Iterator[tuple[str, RankReport | CheckpointError]]:
+    """Yield the reports of saves, loads and drains beside a checkpoint by key; for an unreadable one the error.
+
+    Example:
+        for key, report in holdfast.api.reports("run-7", 300):
+            print(key, report)
+    Args:
+        path: The checkpoint; with `step` the root of a run.
+        step: The step of the run.
+        begins: Only files whose names begin like this: `save-`, `load-` or `drain-`, and an id.
+        settings: How to reach storage.
+    Raises:
+        CheckpointError: The folder cannot be listed.
+    """
+    store = wiring.run_of(wiring.store_at(path, settings), settings)
+    return reports_in(store, "" if step is None else step_folder(step), begins)

@@ -1,0 +1,277 @@
+"""Watches a run without writing to it: the listing, the saves, the writer and the work under way, read by news."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from holdfast.base.clock import Clock
+from holdfast.base.ports.store import Store
+from holdfast.base.types.epoch import Holder
+from holdfast.base.types.events import RankReport
+from holdfast.core.format.names import EPOCHS_FOLDER, PARTS_FOLDER, SUPERSEDED_FOLDER, rank_of_part, step_folder
+from holdfast.errors import CheckpointError, CorruptError
+from holdfast.stored.leases.process import can_be_seen, is_gone
+from holdfast.stored.repository import epochs
+from holdfast.stored.repository.catalog import steps_among
+from holdfast.stored.repository.quarantine import QUARANTINE
+from holdfast.stored.repository.reports import reports_in
+from holdfast.stored.repository.tags import TAGS_FOLDER
+from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
+from holdfast.stored.repository.two_roots import TwoRoots, places_of
+from holdfast.training.runs.listing import RunRecord, StepRecord, run_record
+from holdfast.training.runs.remembered_reads import RememberedReads
+from holdfast.training.telemetry.alerts import WINDOW_MAX, Alert, AlertRules, Situation, StepFact, alerts_of
+from holdfast.training.telemetry.event_lines import EventLines
+from holdfast.training.telemetry.work import Work, works_of
+
+_MOVING = (SUPERSEDED_FOLDER, TIMELINES_FOLDER, EPOCHS_FOLDER)
+"""Folders that change when manifests move, or when another process begins to write."""
+
+_STEPS_LOOKED_AT, _UNFINISHED_LOOKED_AT = 3, 64
+_State = Literal["holds", "silent", "released", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The process that holds the writer lease, or held the lease last."""
+
+    holder: Holder
+    """The process."""
+
+    state: _State
+    """`holds`: as far as is known. `silent`: no heartbeat for the lease time. `released`, or `gone` without that."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """A save, load or drain that has begun and not ended."""
+
+    verb: str
+    """Whether it saves, loads or drains."""
+
+    step: int | None
+    """The step."""
+
+    phase: str
+    """`write` while parts of a save are missing, `commit` once every rank has voted; empty if unknown."""
+
+    since_unix_seconds: float | None
+    """When the first rank began; None if no event says so."""
+
+    world_size: int
+    """Ranks that work together."""
+
+    ranks: tuple[int, ...]
+    """Ranks that the others wait for."""
+
+    hosts: tuple[str, ...]
+    """Machines of these ranks, as far as known."""
+
+    told_by: str
+    """The source of these facts."""
+
+
+class RunWatch:
+    """A run that is looked at again and again. Nothing is written, leases included. One thread calls at a time."""
+
+    def __init__(self, store: Store, clock: Clock, events: EventLines) -> None:
+        """Read nothing yet."""
+        self._places = [RememberedReads(each) for each in places_of(store)]
+        root, *near = (place.as_store for place in self._places)
+        self._store = TwoRoots(near[0], root) if near else root
+        self._clock, self.events = clock, events
+        self._record: RunRecord | None = None
+        self._seen: tuple[Sequence[int], Mapping[str, object], object] = (), {}, None
+        self._beat: tuple[int, bytes | None, float] = 0, None, 0.0
+        self.works: dict[tuple[int, str], Work | None] = {}
+        """The saves by step and attempt, as far as `read_saves` has come; None without a report."""
+        self.unreadable: dict[str, CheckpointError] = {}
+        """Reports that cannot be read, each with its error. A report of a newer format is not damaged."""
+        self.writer: Writer | None = None
+        """The writer, as of the last `refresh`."""
+
+    def refresh(self) -> RunRecord:
+        """Return the listing of the run; the same object as before without news. Reads what is new.
+
+        Raises:
+            MissingError: The path holds no run.
+            InvalidError: The path is one checkpoint.
+            UnavailableError: Storage failed.
+        """
+        self.events.refresh()
+        folders = self._store.folders("")
+        steps, before = steps_among(folders), self._seen
+        small = {
+            folder: self._listed(folder) for folder in (*_MOVING, TAGS_FOLDER, QUARANTINE) if folder[:-1] in folders
+        }
+        self.writer = self._read_writer()
+        has_moved = any(small.get(folder) != before[1].get(folder) for folder in _MOVING)
+        for place in self._places:
+            place.forget(None if has_moved else map(step_folder, {*before[0]} - {*steps} | {*self._watched(steps)}))
+        if self._record is None or (steps, small, self._in_steps(self._watched(steps))) != before:
+            self._record = run_record(self._store)
+            self._seen = steps, small, self._in_steps(self._watched(steps))
+        return self._record
+
+    @property
+    def version(self) -> str:
+        """A text that changes with the news: of the listing, the writer and the saves that were read."""
+        state = None if self.writer is None else self.writer.state
+        return f"{id(self._record)} {state} {len(self.works)} {hash(self._seen[2])} {len(self.events.failed)}"
+
+    def read_saves(self, limit: int) -> int:
+        """Read the reports of the newest saves that were not read before; return how many saves are left.
+
+        Args:
+            limit: Most saves to read now.
+        """
+        newest = self._newest()
+        pending = [record for record in newest if _key(record) not in self.works]
+        for record in pending[:limit]:
+            self.works[_key(record)] = self._read_save(record)
+        for key in self.works.keys() - {_key(record) for record in newest[:WINDOW_MAX]}:
+            # Of older saves only the extremes are kept: sixteen thousand ranks fill much memory.
+            if (work := self.works[key]) is not None and len(work.ranks) > 3:
+                self.works[key] = replace(work, ranks=tuple(dict.fromkeys(work.extremes.values())))
+        return max(len(pending) - limit, 0)
+
+    def under_way(self) -> list[UnderWay]:
+        """Return the work under way: from the events, and from attempts in the folders while a writer may write."""
+        if self._record is None or self.writer is None or self.writer.state != "holds":
+            return []
+        last = next((each for each in self._newest() if not each.superseded), None)
+        work = None if last is None else self.works.get(_key(last))
+        hosts = {} if work is None else {rank.rank: rank.host for rank in work.ranks}
+        hosts |= self.events.hosts
+        begun = {each.step: each for each in self._record.steps if each.leftovers and each.manifest is None}
+        begun = {step: each for step, each in begun.items() if last is None or step > last.step}
+        found = []
+        for verb, step in dict.fromkeys([*self.events.open, *(("save", step) for step in begun)]):
+            told = self.events.open.get((verb, step), {})
+            record = begun.get(-1 if step is None else step) if verb == "save" else None
+            voted = set() if record is None else self._voted(record)
+            size = max((line.world_size for line in told.values()), default=0)
+            size = size or (last.manifest.world_size if last is not None and last.manifest is not None else 1)
+            ranks = tuple(rank for rank in told or range(size) if rank not in voted)
+            phase = "" if record is None else "write" if ranks else "commit"
+            since = min((line.time.timestamp() for line in told.values()), default=None)
+            names = tuple(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
+            source = "lease and folders" if not told else "events" if record is None else "events and folders"
+            found.append(UnderWay(verb, step, phase, since, size, tuple(sorted(ranks)), names, source))
+        return found
+
+    def free_bytes(self) -> int | None:
+        """Return the free room of the root; None if unknown."""
+        return self._places[0].as_store.free_bytes()
+
+    def alerts(self, rules: AlertRules) -> list[Alert]:
+        """Return the alerts of the run as of the last `refresh`, by the saves that were read."""
+        if self._record is None:
+            return []
+        works = (self.works.get(_key(each)) for each in self._newest())
+        damage = [*self._record.tag_errors.values(), *self.unreadable.values(), self._record.error]
+        situation = Situation(
+            now_unix_seconds=self._clock.unix_seconds(),
+            steps=[_fact(each) for each in self._record.steps if not each.superseded],
+            saves=[work for work in works if work is not None],
+            writer=self.writer.holder if self.writer is not None and self.writer.state == "holds" else None,
+            under_way=frozenset(each.step for each in self.under_way() if each.step is not None),
+            failed=self.events.failed,
+            free_bytes=self.free_bytes(),
+            damage=(*(str(each) for each in damage if isinstance(each, CorruptError)), *self.events.damaged),
+        )
+        return alerts_of(situation, rules)
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _listed(self, folder: str) -> object:
+        # A heartbeat is replaced all the time, and is no news of the listing.
+        return [(each, each.tag) for each in self._store.list(folder) if not each.key.endswith(".beat")]
+
+    def _watched(self, steps: Sequence[int]) -> list[int]:
+        """Return the steps in whose folders news may be: the newest ones, and those without a manifest."""
+        records = () if self._record is None else self._record.steps
+        unfinished = [each.step for each in records if each.manifest is None or each.leftovers]
+        last = next((each.step for each in self._newest()), 0)
+        behind = [step for step in steps if step >= last][:_STEPS_LOOKED_AT]
+        watched = {*steps[-_STEPS_LOOKED_AT:], *unfinished[-_UNFINISHED_LOOKED_AT:], *behind}
+        return sorted(watched & {*steps})
+
+    def _in_steps(self, steps: Sequence[int]) -> tuple[object, ...]:
+        found: list[object] = []
+        for folder in map(step_folder, steps):
+            attempts = self._store.folders(folder)
+            parts = [entry.key for each in attempts for entry in self._store.list(f"{folder}{each}/{PARTS_FOLDER}")]
+            sizes: list[int] = []
+            with suppress(CheckpointError):
+                sizes.append(self._store.size(f"{folder}manifest.json"))
+            found.append((folder, *attempts, *parts, *sizes))
+        return tuple(found)
+
+    def _read_writer(self) -> Writer | None:
+        with suppress(CheckpointError):
+            number = epochs.newest_epoch(self._store)
+            if number and (epoch := epochs.read_epoch(self._store, number)) is not None:
+                return Writer(epoch.holder, self._state(number, epoch.holder))
+        return None
+
+    def _state(self, number: int, holder: Holder) -> _State:
+        beat, now = epochs.read_heartbeat(self._store, number), self._clock.monotonic_seconds()
+        if self._beat[:2] != (number, beat):
+            self._beat = number, beat, now
+        if beat == epochs.RELEASED:
+            return "released"
+        if can_be_seen(holder):
+            return "gone" if is_gone(holder) else "holds"
+        return "silent" if now - self._beat[2] > holder.lease_seconds else "holds"
+
+    def _newest(self) -> list[StepRecord]:
+        """Return the steps whose manifests can be read, the newest save first."""
+        records = () if self._record is None else self._record.steps
+        return sorted((each for each in records if each.manifest and not each.fenced), key=_created, reverse=True)
+
+    def _read_save(self, record: StepRecord) -> Work | None:
+        folder, reports = step_folder(record.step), list[RankReport]()
+        try:
+            for key, report in reports_in(self._store, folder, f"save-{_key(record)[1]}-"):
+                if isinstance(report, RankReport):
+                    reports.append(report)
+                else:
+                    self.unreadable[key] = report
+        except CheckpointError as error:
+            self.unreadable[folder] = error
+        return next(iter(works_of(reports)), None)
+
+    def _voted(self, record: StepRecord) -> set[int]:
+        """Return the ranks whose parts are stored, in the attempt with most of them."""
+        found: list[set[int]] = [set()]
+        for attempt in record.leftovers:
+            prefix = f"{step_folder(record.step)}{attempt}/"
+            keys = [entry.key.removeprefix(prefix) for entry in self._store.list(prefix + PARTS_FOLDER)]
+            found.append({rank_of_part(key) for key in keys})
+        return max(found, key=len)
+
+
+def _key(record: StepRecord) -> tuple[int, str]:
+    assert record.manifest is not None, "a step without a manifest has no save"
+    return record.step, record.manifest.attempt
+
+
+def _created(record: StepRecord) -> tuple[float, int]:
+    return record.created_unix_seconds or 0.0, record.step
+
+
+def _fact(record: StepRecord) -> StepFact:
+    manifest = record.manifest
+    damage = f"under quarantine: {record.quarantined}" if record.quarantined else ""
+    return StepFact(
+        record.step,
+        record.status,
+        record.created_unix_seconds,
+        0 if manifest is None else manifest.tensor_bytes,
+        str(record.error) if record.status == "damaged" else damage,
+        () if manifest is None else manifest.findings,
+    )

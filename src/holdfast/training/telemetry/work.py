@@ -1,0 +1,167 @@
+"""One save, load or drain on all its ranks: how long each rank worked, waited and held training up. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import Any
+
+from holdfast.base.types.events import Phase, RankReport, Verb
+from holdfast.training.telemetry.log_lines import blocked_seconds
+
+_OWN = {"collect", "plan", "compare", "replicas", "copy", "write", "part", "read", "restore", "send"}
+"""Phases of a rank's own work. In all others a rank waits for other ranks, or works for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """The part of one rank."""
+
+    rank: int
+    """The rank."""
+
+    host: str
+    """Name of its machine."""
+
+    seconds: float
+    """Seconds from the call until the end on this rank."""
+
+    own_seconds: float
+    """Seconds of its own work, without waiting for other ranks."""
+
+    held_seconds: float
+    """Seconds for which a save blocked training; 0 for a load or drain."""
+
+    bytes: int
+    """Bytes that the rank moved."""
+
+    bytes_per_second: float
+    """Bytes per second of the phases that move bytes."""
+
+    throttled: int
+    """Requests that the store refused or left unanswered under load."""
+
+    phases: Mapping[str, float]
+    """Seconds by phase, in the order in which the phases began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One save, load or drain, as the stored reports of its ranks tell."""
+
+    verb: Verb
+    """Whether it saves, loads or drains."""
+
+    id: str
+    """The id that its reports share; of a save, the attempt."""
+
+    step: int | None
+    """The step; None for a checkpoint saved by path."""
+
+    world_size: int
+    """Ranks that worked together."""
+
+    began_unix_seconds: float
+    """Wall-clock time of the first call."""
+
+    ranks: tuple[RankWork, ...]
+    """Every rank with a report, ascending."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on the rank that took longest."""
+        return max(rank.seconds for rank in self.ranks)
+
+    @property
+    def held_seconds(self) -> float:
+        """Seconds for which the save blocked training, on the rank that was blocked longest."""
+        return max(rank.held_seconds for rank in self.ranks)
+
+    @property
+    def median_own_seconds(self) -> float:
+        """Own work of the median rank; of two ranks the faster one, so that the slower one stands out."""
+        return median_low(rank.own_seconds for rank in self.ranks)
+
+    @property
+    def throttled(self) -> int:
+        """Requests of all ranks that the store refused or left unanswered under load."""
+        return sum(rank.throttled for rank in self.ranks)
+
+    @property
+    def extremes(self) -> dict[str, RankWork]:
+        """The slowest, the median and the fastest rank by own work."""
+        ordered = sorted(self.ranks, key=lambda rank: (-rank.own_seconds, rank.rank))
+        return {"slowest": ordered[0], "median": ordered[len(ordered) // 2], "fastest": ordered[-1]}
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Names of all phases, in the order in which they began, most often."""
+        places: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            for place, name in enumerate(rank.phases):
+                places.setdefault(name, []).append(place)
+        return tuple(sorted(places, key=lambda name: median(places[name])))
+
+
+def works_of(reports: Iterable[RankReport]) -> list[Work]:
+    """Return the saves, loads and drains that reports are of, the newest first.
+
+    Example:
+        reports = [report for _, report in holdfast.api.reports("run-7", 300)]
+        print([(work.verb, work.extremes["slowest"].rank) for work in holdfast.api.works_of(reports)])
+    Args:
+        reports: The reports, of any ranks, in any order.
+    """
+    found: dict[tuple[str, str], dict[int, RankReport]] = {}
+    for report in reports:
+        found.setdefault((report.operation.verb, report.id), {})[report.operation.rank] = report
+    works = [_work([of_rank[rank] for rank in sorted(of_rank)]) for of_rank in found.values()]
+    return sorted(works, key=lambda work: -work.began_unix_seconds)
+
+
+def _work(reports: Sequence[RankReport]) -> Work:
+    first = reports[0]
+    return Work(
+        first.operation.verb,
+        first.id,
+        first.operation.step,
+        first.operation.world_size,
+        min(report.began_unix_seconds for report in reports),
+        tuple(map(_rank_work, reports)),
+    )
+
+
+def _rank_work(report: RankReport) -> RankWork:
+    phases: dict[str, float] = {}
+    for phase in report.phases:
+        phases[phase.name] = phases.get(phase.name, 0.0) + phase.seconds
+    facts: dict[str, Any] = dict(report.facts)
+    try:
+        waits = float(facts.get("staged_seconds", 0)), float(facts.get("fence_seconds", 0))
+        held = (
+            blocked_seconds(facts.get("staging", ""), *waits, report.phases) if report.operation.verb == "save" else 0.0
+        )
+        throttled = int(facts.get("throttled", 0))
+    except (TypeError, ValueError, OverflowError):  # Reports come from strangers, and facts are of any type.
+        held, throttled = 0.0, 0
+    return RankWork(
+        rank=report.operation.rank,
+        host=report.host,
+        seconds=report.seconds,
+        own_seconds=_covered(phase for phase in report.phases if phase.name in _OWN),
+        held_seconds=held,
+        bytes=report.bytes,
+        bytes_per_second=report.bytes_per_second,
+        throttled=throttled,
+        phases=phases,
+    )
+
+
+def _covered(phases: Iterable[Phase]) -> float:
+    """Return the seconds that at least one phase covers: copies are written while others are made."""
+    covered, end = 0.0, 0.0
+    for phase in sorted(phases, key=lambda phase: phase.start_seconds):
+        covered += max(phase.stop_seconds - max(phase.start_seconds, end), 0.0)
+        end = max(end, phase.stop_seconds)
+    return covered
