@@ -110,6 +110,8 @@ def main() -> int:
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
     try:
         agent(request.pop("near"), request.pop("root"), settings=settings_in(request.pop("settings")), **request)
+    except MissingError as gone:  # The job was so short that its end came first.
+        logging.getLogger("holdfast").info("the agent ends: %s", gone)
     except Exception as error:  # noqa: BLE001 - the log of the agent has it
         logging.getLogger("holdfast").error("the agent ends: %s: %s", type(error).__name__, error)
         return 1

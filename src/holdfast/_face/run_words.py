@@ -142,7 +142,8 @@ def agent_notes(status: AgentStatus) -> Iterator[tuple[Tone, str]]:
     """
     state = status.state if status.is_running else f"does not run; was {status.state}"
     age = shown_age(datetime.fromtimestamp(status.since_unix_seconds, UTC).isoformat())
-    yield "", printable(f"agent of {status.near}: {state} for {age}, process {status.pid}; root {status.root}")
+    limit = f" of {status.seconds:g} s" if status.seconds is not None and status.is_running else ""
+    yield "", printable(f"agent of {status.near}: {state} for {age}{limit}, process {status.pid}; root {status.root}")
     if status.waiting:
         yield "warning", f"the root lacks steps [{first_three(status.waiting)}]"
     if status.error:

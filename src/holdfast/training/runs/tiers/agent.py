@@ -11,7 +11,7 @@ A job drains by itself, so the agent only watches the writer lease, as the near 
     draining  -> orphaned    the root failed, and is asked again later; or a job came back meanwhile, and is seen next
     lingering -> watching    a job has taken the next epoch
     lingering -> ended       `linger_seconds` have passed; a near tier in memory is emptied, as a job does at its end
-    any       -> ended       the near tier is gone
+    any       -> ended       the near tier is gone, or was emptied
 
 A job lives if the process that made its manager lives (`job.json` near, from the manager to its close), or if the lease
 is held: by a living process, or with a heartbeat within the lease time where processes cannot be seen. A job that comes
@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, replace
 
 from holdfast.base.clock import Clock
 from holdfast.base.types.events import Event
+from holdfast.core.format.names import RUN_FILE
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, first_three
 from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process
 from holdfast.stored.repository import epochs
@@ -114,8 +115,8 @@ class Agent:
                 return
 
     def _is_there(self) -> bool:
-        # The folder may go while the agent runs; nothing of it is made again.
-        return os.path.exists(os.path.join(self._near.url, LOCK_FILE))
+        # The folder may go or be emptied while the agent runs; nothing of it is made again.
+        return all(os.path.exists(os.path.join(self._near.url, name)) for name in (LOCK_FILE, RUN_FILE))
 
     def _watched(self) -> bool:
         """Return once no job lives; True at the end of the agent."""
@@ -133,20 +134,21 @@ class Agent:
         if waiting == () and self._has_released():
             self._enter("ended")
             return True
-        self._enter("orphaned", waiting)
+        self._enter("orphaned", waiting, seconds=self._patience.orphan_seconds)
         if self._job_within(self._patience.orphan_seconds):
             return False
         retry_seconds = max(min(_RETRY_SECONDS, self._patience.orphan_seconds), 1.0)
-        while not self._drained():
-            if self._is_hurried or self._state == "ended" or not self._is_there():
+        while self._is_there() and not self._drained():
+            if self._is_hurried or self._state == "ended":
                 return True
             if self._job_within(retry_seconds):
                 return False
-        self._enter("lingering")
-        if self._job_within(self._patience.linger_seconds):
-            return False
-        if self._is_memory and not self._is_hurried and not self._has_manager():
-            self._empty()
+        if self._is_there():
+            self._enter("lingering", seconds=self._patience.linger_seconds)
+            if self._job_within(self._patience.linger_seconds):
+                return False
+            if self._is_memory and not self._is_hurried and not self._has_manager():
+                self._empty()
         self._enter("ended")
         return True
 
@@ -171,7 +173,8 @@ class Agent:
             logger.warning("%s: nothing more is drained%s: %s", self._near.url, "" if is_final else " for now", error)
             self._enter("ended" if is_final else "orphaned", self._waiting(), str(error))
             return False
-        logger.info("%s: no job came back; steps [%s] are in the root", self._near.url, first_three(report.steps))
+        steps = f"steps [{first_three(report.steps)}] are in the root" if report.steps else "the root lacks no step"
+        logger.info("%s: no job came back; %s", self._near.url, steps)
         return True
 
     def _empty(self) -> None:
@@ -231,14 +234,16 @@ class Agent:
             return bool(number) and epochs.read_heartbeat(self._near, number) == epochs.RELEASED
         return False
 
-    def _enter(self, state: State, waiting: Sequence[int] | None = (), error: str = "") -> None:
+    def _enter(
+        self, state: State, waiting: Sequence[int] | None = (), error: str = "", *, seconds: float | None = None
+    ) -> None:
         self._state = state
         logger.info("%s: %s", self._near.url, state)
         root, now = self._drain.run.root.url, self._clock.unix_seconds()
-        status = AgentStatus(self._near.url, root, os.getpid(), state, now, tuple(waiting or ()), error)
+        status = AgentStatus(self._near.url, root, os.getpid(), state, now, tuple(waiting or ()), error, seconds)
         # A full near tier must not end the agent: it may be the reason why the job died.
         with suppress(CheckpointError):
-            if self._is_there():
+            if os.path.exists(os.path.join(self._near.url, LOCK_FILE)):
                 self._near.put(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False)
 
 

@@ -51,6 +51,9 @@ class AgentStatus:
     error: str = ""
     """Why the last drain failed; empty if it did not."""
 
+    seconds: float | None = None
+    """For how long the state lasts unless a job comes; None without a limit."""
+
     is_running: bool = False
     """Whether the process runs; found by the reader."""
 

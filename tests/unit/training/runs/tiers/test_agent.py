@@ -151,6 +151,17 @@ def test_a_near_tier_in_memory_is_emptied(memory: Run) -> None:
     assert steps_in(memory.near) == []
 
 
+def test_a_person_who_drains_and_empties_the_near_tier_ends_the_agent(memory: Run) -> None:
+    memory.orphan_seconds = 600.0
+    memory.kill(memory.begin(1, 2))
+    await_(lambda: memory.status().state == "orphaned")
+    assert memory.status().seconds == 600.0
+    assert api.drain(str(memory.near), memory.root, remove=True).steps == (2,)
+    memory.await_end()
+    status = memory.status()
+    assert (status.state, status.error, status.waiting) == ("ended", "", ())
+
+
 @pytest.mark.long
 def test_a_job_that_comes_back_in_time_drains_by_itself(run: Run) -> None:
     run.orphan_seconds = 3.0
