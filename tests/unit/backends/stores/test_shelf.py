@@ -27,6 +27,10 @@ from holdfast.settings import MIB, Settings
 COUNT = 3 * MIB
 PART = MIB
 
+ROUNDS = int(os.environ.get("SHELF_ROUNDS", "1"))
+"""How often bytes that others read are put at risk, in each way."""
+each_round = pytest.mark.parametrize("seed", range(0, 100 * ROUNDS, 100))
+
 pytestmark = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to")
 
 
@@ -104,10 +108,11 @@ def test_spares_have_no_more_bytes_than_what_stays_and_go_with_the_last_object(f
 READERS = ("open", "mapped", "mapped and closed", "hard link")
 
 
+@each_round
 @pytest.mark.parametrize("how", READERS)
-def test_bytes_that_others_read_never_change(folder: Path, how: str) -> None:
+def test_bytes_that_others_read_never_change(folder: Path, how: str, seed: int) -> None:
     place = shelf(folder)
-    store(place, "1", content(1))
+    store(place, "1", content(seed + 1))
     if how == "hard link":
         os.link(folder / "1", folder / "copy")
         held: object = None
@@ -119,22 +124,23 @@ def test_bytes_that_others_read_never_change(folder: Path, how: str) -> None:
         held = np.memmap(folder / "1", np.uint8, "r")  # numpy closes the descriptor.
     retire(place, "1")
     for number in range(2, 5):
-        assert not store(place, f"{number}", content(number)), "the spare is in use"
+        assert not store(place, f"{number}", content(seed + number)), "the spare is in use"
     if how == "hard link":
-        assert (folder / "copy").read_bytes() == content(1)
+        assert (folder / "copy").read_bytes() == content(seed + 1)
     elif how == "open":
-        assert held.read() == content(1)  # type: ignore[attr-defined]
+        assert held.read() == content(seed + 1)  # type: ignore[attr-defined]
         held.close()  # type: ignore[attr-defined]
     else:
-        assert bytes(held) == content(1)  # type: ignore[call-overload]
+        assert bytes(held) == content(seed + 1)  # type: ignore[call-overload]
     del held
     if how != "hard link":
-        assert store(place, "5", content(5)), "the reader is gone"
+        assert store(place, "5", content(seed + 5)), "the reader is gone"
 
 
-def test_a_mapping_of_another_process_keeps_its_bytes(folder: Path) -> None:
+@each_round
+def test_a_mapping_of_another_process_keeps_its_bytes(folder: Path, seed: int) -> None:
     place = shelf(folder)
-    store(place, "1", content(1))
+    store(place, "1", content(seed + 1))
     code = (
         "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()\n"
         "print('held', flush=True); sys.stdin.readline(); import hashlib; print(hashlib.sha256(m).hexdigest())"
@@ -146,25 +152,26 @@ def test_a_mapping_of_another_process_keeps_its_bytes(folder: Path) -> None:
     ) as reader:
         assert reader.stdout is not None and reader.stdin is not None and reader.stdout.readline() == "held\n"
         retire(place, "1")
-        assert not store(place, "2", content(2))
+        assert not store(place, "2", content(seed + 2))
         reader.stdin.write("\n")
         reader.stdin.flush()
-        assert reader.stdout.readline().strip() == hashlib.sha256(content(1)).hexdigest()
-    assert store(place, "3", content(3))
+        assert reader.stdout.readline().strip() == hashlib.sha256(content(seed + 1)).hexdigest()
+    assert store(place, "3", content(seed + 3))
 
 
-def test_a_stopped_writer_never_writes_into_the_file_of_another(folder: Path) -> None:
+@each_round
+def test_a_stopped_writer_never_writes_into_the_file_of_another(folder: Path, seed: int) -> None:
     stopped, place = shelf(folder), shelf(folder)
-    store(place, "1", content(1))
+    store(place, "1", content(seed + 1))
     retire(place, "1")
     upload = stopped.upload("2", COUNT, PART)
     room = upload.room(0, PART)
     assert room is not None, "it has the spare, and stops in the middle of its copy"
     place.delete(["2"])  # Another job takes over, and removes the unfinished attempt.
     for number in range(3, 5):
-        assert not store(place, f"{number}", content(number)), "the stopped writer has the memory"
+        assert not store(place, f"{number}", content(seed + number)), "the stopped writer has the memory"
     room[:] = bytes(PART)
-    assert [place.get(f"{number}", COUNT) == content(number) for number in range(3, 5)] == [True, True]
+    assert [place.get(f"{number}", COUNT) == content(seed + number) for number in range(3, 5)] == [True, True]
     with pytest.raises(UnavailableError, match="another process removed it"):
         for start in range(0, COUNT, PART):
             upload.write(start, memoryview(bytes(PART)))
@@ -172,13 +179,14 @@ def test_a_stopped_writer_never_writes_into_the_file_of_another(folder: Path) ->
     upload.abort()
 
 
-def test_two_stores_never_take_one_spare(folder: Path) -> None:
+@each_round
+def test_two_stores_never_take_one_spare(folder: Path, seed: int) -> None:
     first, second = shelf(folder), shelf(folder)
-    store(first, "1", content(1))
+    store(first, "1", content(seed + 1))
     retire(first, "1")
     upload = first.upload("2", COUNT, PART)
     assert upload.room(0, PART) is not None
-    assert not store(second, "3", content(3))
+    assert not store(second, "3", content(seed + 3))
     upload.abort()
     assert spares_in(folder) == [] and not (folder / "2").exists()
 
@@ -202,13 +210,14 @@ class NoLeases(Syscalls):
         raise OSError(errno.EINVAL, "Invalid argument")
 
 
+@each_round
 def test_without_leases_nothing_is_used_again_and_it_is_said_once(
-    folder: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = shelf(folder, NoLeases())
     with caplog.at_level(logging.WARNING):
         for number in range(1, 5):
-            assert not store(place, f"{number}", content(number))
+            assert not store(place, f"{number}", content(seed + number))
             retire(place, f"{number}")
     assert caplog.text.count("the kernel grants no leases") == 1
     assert len(spares_in(folder)) <= 1, "one was made before the kernel was asked"
