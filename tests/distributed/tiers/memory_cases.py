@@ -1,6 +1,6 @@
 """A rank that trains the GPT of the examples under FSDP2, with a near tier in memory and an agent, until a kill.
 
-Forked by `gloo_worlds`, or a program of torchrun: `--module tests.distributed.tiers.memory_cases FOLDER NEAR LIFE LAST`.
+Forked by `gloo_worlds`, or started by torchrun: `--module tests.distributed.tiers.memory_cases FOLDER NEAR LIFE LAST`.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def _live(rank: int, folder: Path, near: str, life: str, last_step: int) -> None
             waiting = [each for each in waiting if not each[1].near.done()]
         for number, each in waiting:
             _note(journal, number, each.near.exception())
+
 
 def _note(journal: int, step: int, error: BaseException | None) -> None:
     if error is None:

@@ -221,7 +221,7 @@ class Run:
                     self.counts["steps verified"] += 1
 
     def end(self) -> None:
-        """Resume, train some steps more, and require that the end leaves all in the root, and neither bytes nor agent."""
+        """Resume and train; require that the end leaves all in the root, and neither packs in memory nor an agent."""
         last_step = self.acknowledged + 12
         with self.life(last_step=last_step) as life:
             await_(lambda: life.has_ended, said=life.said)

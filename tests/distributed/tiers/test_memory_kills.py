@@ -74,7 +74,8 @@ def _watching_agent(run: Run, life: Life) -> None:
     """Kill the agent of a living job: the next save starts another."""
     run.agent()
     # A job that has not seen its agent yet takes that agent for one that still begins, for 20 seconds.
-    await_(lambda seen=len(life.lines("near")): len(life.lines("near")) > seen + 1, said=life.said)
+    seen = len(life.lines("near"))
+    await_(lambda: len(life.lines("near")) > seen + 1, said=life.said)
     killed = killed_agent(run)
     await_(lambda: run.agent() != killed, said=life.said)
     assert run.status().state == "watching"

@@ -9,13 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
-import torch
 
 import holdfast
 from holdfast import api
@@ -23,113 +20,24 @@ from holdfast._face import wiring
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError
-from holdfast.settings import Settings
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.training.runs.tiers.agent import Agent, Patience
-from holdfast.training.runs.tiers.agent_files import LOCK_FILE, AgentStatus, agent_lock, is_agent_running
+from holdfast.training.runs.tiers.agent_files import LOCK_FILE, agent_lock, is_agent_running
 from holdfast.training.runs.tiers.offline_drain import NearDrain
-
-SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=2.0)
-LIMIT_SECONDS = 30.0
-
-
-def state_of(step: int) -> dict[str, object]:
-    return {"weights": torch.full((1000,), float(step)), "step": step}
-
-
-def steps_in(place: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in place.glob("step-*/manifest.json"))
-
-
-@dataclass
-class Run:
-    """The places of a run, and the processes of its jobs."""
-
-    root: Path
-    near: Path
-    orphan_seconds: float = 0.6
-    linger_seconds: float = 0.3
-    jobs: list[int] = field(default_factory=list)
-
-    def manager(self, **options: object) -> holdfast.CheckpointManager:
-        tier = holdfast.Tier(
-            self.near,
-            every=1,
-            keep_last=2,
-            agent=True,
-            orphan_seconds=self.orphan_seconds,
-            linger_seconds=self.linger_seconds,
-        )
-        options = {"every": 10, "preemption": False, "settings": SETTINGS, **options}
-        return holdfast.CheckpointManager(self.root, process_group=False, near=tier, **options)  # type: ignore[arg-type]
-
-    def begin(self, *steps: int, closes: bool = False) -> int:
-        """Save some steps in another process, which then waits to be killed; return its id once the steps are near."""
-        saved = self.root.parent / f"saved-{len(self.jobs)}"
-        pid = os.fork()
-        if not pid:
-            status = 1
-            try:
-                manager = self.manager()
-                manager.load(state_of(0))
-                for step in steps:
-                    handle = manager.maybe_save(step, state_of(step))
-                    assert handle is not None
-                    handle.wait("near")
-                if closes:
-                    manager.close()
-                saved.touch()
-                while not closes:
-                    time.sleep(1.0)
-                status = 0
-            finally:
-                os._exit(status)
-        self.jobs.append(pid)
-        await_(lambda: saved.exists() or os.waitpid(pid, os.WNOHANG)[0] == pid)
-        assert saved.exists(), "the job failed"
-        if not closes:
-            await_(lambda: is_agent_running(str(self.near)) and (self.near / "agent.json").exists())
-        return pid
-
-    def kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        self.jobs.remove(pid)
-
-    def status(self) -> AgentStatus:
-        return api.agent_status(str(self.near))
-
-    def await_end(self) -> None:
-        await_(lambda: not is_agent_running(str(self.near)))
-
-
-def await_(is_true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + LIMIT_SECONDS
-    while not is_true():
-        assert time.monotonic() < limit, "it did not come"
-        time.sleep(0.02)
+from tests.unit.training.runs.tiers.agent_runs import SETTINGS, Run, await_, ended, run_in_memory, state_of, steps_in
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path / "root", tmp_path / "near")
-    yield made
-    for pid in made.jobs:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if is_agent_running(str(made.near)):
-        os.kill(made.status().pid, signal.SIGKILL)
+    with ended(Run(tmp_path / "root", tmp_path / "near")) as run:
+        yield run
 
 
 @pytest.fixture
-def memory(run: Run) -> Iterator[Run]:
-    folder = Path(mkdtemp(dir="/dev/shm"))
-    run.near = folder / "near"
-    yield run
-    if is_agent_running(str(run.near)):
-        os.kill(run.status().pid, signal.SIGKILL)
-    shutil.rmtree(folder)
+def memory(tmp_path: Path) -> Iterator[Run]:
+    with run_in_memory(tmp_path / "root") as run:
+        yield run
 
 
 def test_the_newest_step_of_a_killed_job_comes_to_the_root(run: Run) -> None:
