@@ -49,6 +49,10 @@
 #                   on ext4, with direct writes and without (about 15 minutes).
 #                   QUICK=1, SEED=n, ONLY='near on ext4,root in memory' and JOBS=2 as above, and the same command
 #                   continues after Ctrl-C; results in bench/results/tiers-campaign.json
+#   make campaign-memory   what a near tier in memory and its agent must survive: 30 kills of each kind of a training
+#                   under FSDP2, 100 rounds of bytes that others read, orphans, the agent killed at each of its calls
+#                   (under an hour). QUICK=1, SEED=n, KILLS=100, ONLY='two ranks,orphans' and JOBS=2 as above, and the
+#                   same command continues after Ctrl-C; results in bench/results/memory-campaign.json
 #   make test-torch   the core of the suite under another torch: TORCH=2.14.1 (minutes, and a download of some GiB)
 #   make dist    build sdist and wheel into dist/, and try the wheel in environments of its own (minutes)
 #   make clean   remove the environments, caches and runs
@@ -59,7 +63,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-tiers bench-memory bench-data bench-compare integrations interop fuzz campaign campaign-stores campaign-tiers test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-tiers bench-memory bench-data bench-compare integrations interop fuzz campaign campaign-stores campaign-tiers campaign-memory test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -241,6 +245,9 @@ campaign-stores: $(READY)
 
 campaign-tiers: $(READY)
 	@CAMPAIGN=tiers $(PY) -m tests.campaign
+
+campaign-memory: $(READY)
+	@CAMPAIGN=memory $(PY) -m tests.campaign
 
 # One environment at a time, and none afterwards: a torch takes some GiB. It is removed after a failure too.
 CORE := tests/unit tests/contract tests/property tests/distributed/matrix/test_matrix.py tests/distributed/layouts/test_coordinates.py

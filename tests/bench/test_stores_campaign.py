@@ -1,4 +1,4 @@
-"""The record of `make campaign-stores` and `make campaign-tiers`: each goes on where it was interrupted.
+"""The record of `make campaign-stores` and its like: each campaign goes on where it was interrupted.
 
 A failure is a failure.
 """
@@ -6,6 +6,8 @@ A failure is a failure.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from tests.campaign import record as campaign
 from tests.campaign.record import Block, Options, Record, options_now, write_results
 from tests.campaign.secrets import forms_of, in_files
 from tests.campaign.server_parts import wanted
-from tests.campaign.suites import SUITES_OF
+from tests.campaign.suites import SUITES_OF, counted_in, reporting
 from tests.campaign.suites import wanted as wanted_suites
 
 OPTIONS = Options(seed=7, rounds=100, faults=10, kills=10, examples=10)
@@ -88,6 +90,22 @@ def test_a_credential_is_found_in_whichever_form(tmp_path: Path) -> None:
 
 def test_the_suites_of_every_campaign_are_there_and_take_their_numbers() -> None:
     for suite in (suite for suites in SUITES_OF.values() for suite in suites.values()):
-        texts = [(campaign.ROOT / file).read_text() for file in suite.files]
+        texts = [(campaign.ROOT / file.partition("::")[0]).read_text() for file in suite.files]
         assert not suite.rounds_variable or all(suite.rounds_variable in text for text in texts)
         assert suite.block_rounds > 0 and suite.rounds(OPTIONS) > 0
+
+
+def test_the_counts_of_tests_are_sums_of_their_properties(tmp_path: Path) -> None:
+    test = tmp_path / "test_counting.py"
+    test.write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('count', [2, 3])\n"
+        "def test_counting(count, record_property):\n"
+        "    record_property('kills', count)\n"
+        "    record_property('blocked_milliseconds_max', count)\n"
+    )
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", *reporting(report), str(test)]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert counted_in(report) == {"kills": 5, "blocked_milliseconds_max": 3}
+    assert counted_in(tmp_path / "absent.xml") == {}

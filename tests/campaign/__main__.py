@@ -1,9 +1,10 @@
 """`make campaign-stores`: races, faults, kills and properties against real servers of objects, for hours.
 
-`make campaign-tiers` (`CAMPAIGN=tiers`) does the same with what a near tier must survive, in under an hour.
+`make campaign-tiers` (`CAMPAIGN=tiers`) does the same with what a near tier must survive, and `make campaign-memory`
+(`CAMPAIGN=memory`) with one in memory and its agent, each in under an hour.
 
-Leaves `bench/results/stores-campaign.json`, or `tiers-campaign.json`. The same command goes on after Ctrl-C; `SEED=n`
-draws the same again.
+Leaves `bench/results/stores-campaign.json`, or the like of the other two. The same command goes on after Ctrl-C;
+`SEED=n` draws the same again.
 """
 
 from __future__ import annotations

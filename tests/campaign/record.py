@@ -18,7 +18,7 @@ from typing import Self
 
 ROOT = Path(__file__).parents[2]
 CAMPAIGN = os.environ.get("CAMPAIGN") or "stores"
-"""Which campaign: `stores` or `tiers`."""
+"""Which campaign: `stores`, `tiers` or `memory`."""
 FOLDER = ROOT / "runs" / f"{CAMPAIGN}-campaign"
 """Outputs of the processes, and what is done so far."""
 RESULTS = ROOT / "bench" / "results" / f"{CAMPAIGN}-campaign.json"

@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
+from xml.etree import ElementTree
 
-from tests.campaign.record import CAMPAIGN, ROOT, Block, Options, Record
+from tests.campaign.record import CAMPAIGN, FOLDER, ROOT, Block, Options, Record, summed
 
 _FAILURE_CHARACTERS_MAX = 4000
 _COUNTED = re.compile(r"(\d+) (passed|failed|skipped)")
@@ -102,7 +105,52 @@ _OF_TIERS = {
     ),
 }
 
-SUITES_OF = {"stores": _OF_STORES, "tiers": _OF_TIERS}
+_OF_MEMORY = {
+    "two ranks": Suite(
+        "kills of each kind",
+        ("tests/distributed/tiers/test_memory_kills.py",),
+        lambda options: max(1, 3 * options.kills // 10),
+        3,
+        rounds_variable="MEMORY_KILLS",
+    ),
+    "readers": Suite(
+        "bytes that others read",
+        ("tests/distributed/tiers/test_memory_readers.py",),
+        lambda options: options.kills,
+        20,
+        rounds_variable="MEMORY_READS",
+    ),
+    "one process": Suite(
+        "bytes that others read",
+        ("tests/unit/backends/stores/test_shelf.py",),
+        lambda options: options.kills,
+        50,
+        rounds_variable="SHELF_ROUNDS",
+    ),
+    "orphans": Suite(
+        "situations",
+        ("tests/unit/training/runs/tiers/test_orphans.py",),
+        lambda options: max(1, options.kills // 10),
+        2,
+        rounds_variable="ORPHAN_ROUNDS",
+    ),
+    "orphans of a root": Suite(
+        "away for a minute",
+        ("tests/unit/training/runs/tiers/test_orphans.py::test_a_root_that_was_away_gets_the_step_once",),
+        lambda _: 1,
+        1,
+        variables={"ORPHAN_AWAY_SECONDS": "60"},
+    ),
+    "agent": Suite(
+        "killed at each call",
+        ("tests/crash/kills/test_agent_kill.py",),
+        lambda _: 1,
+        1,
+        variables={"AGENT_STRIDE": "1"},
+    ),
+}
+
+SUITES_OF = {"stores": _OF_STORES, "tiers": _OF_TIERS, "memory": _OF_MEMORY}
 """By campaign."""
 
 SUITES = SUITES_OF[CAMPAIGN]
@@ -129,23 +177,39 @@ def _do(record: Record, name: str, suite: Suite, number: int, count: int) -> Non
     seed = zlib.crc32(f"{record.options.seed} {name} {number}".encode())
     began = time.monotonic()
     options = ["-q", "-n", "0", "--timeout", "3600", "-o", "faulthandler_timeout=3660", f"--hypothesis-seed={seed}"]
+    report = FOLDER / f"{name.replace(' ', '-')}.xml"
+    options += reporting(report)
     rounds = {suite.rounds_variable: str(count)} if suite.rounds_variable else {}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *suite.files],
         cwd=ROOT,
-        env={**os.environ, **suite.variables, **rounds},
+        env={**os.environ, "CAMPAIGN_SEED": str(seed), **suite.variables, **rounds},
         capture_output=True,
         text=True,
     )
     print(done.stdout, done.stderr, sep="", flush=True)
     failure = (done.stdout + done.stderr)[-_FAILURE_CHARACTERS_MAX:] if done.returncode else ""
     counts = {f"tests {word}": int(found) for found, word in _COUNTED.findall(done.stdout.rpartition("\n")[0])}
+    counts |= counted_in(report)
     seconds, passed = round(time.monotonic() - began, 1), 0 if failure else count
     software = f"pytest {version('pytest')}, hypothesis {version('hypothesis')}"
     shown = failure.replace(f"{ROOT}/", "")
     record.add(Block(name, suite.part, number, seed, count, passed, seconds, software, counts, shown))
     said = f"{count} in {seconds:.0f} s: {'FAILED' if failure else 'passed'}"
     print(f"campaign: {name}, {suite.part}: block {number}, {said}", flush=True)
+
+
+def reporting(report: Path) -> list[str]:
+    """Return the options by which pytest writes a report that has the properties of tests."""
+    return [f"--junitxml={report}", "-o", "junit_family=xunit1"]
+
+
+def counted_in(report: Path) -> Counter[str]:
+    """Return the sums of all that tests have counted by `record_property`."""
+    if not report.exists():  # Of a suite that was ended by a signal.
+        return Counter()
+    found = ElementTree.parse(report).getroot().iter("property")
+    return summed({each.attrib["name"]: int(each.attrib["value"])} for each in found)
 
 
 if __name__ == "__main__":
