@@ -132,13 +132,13 @@ class Run:
         return -1
 
     @contextmanager
-    def life(self, *, last_step: int = STEPS, torchrun: bool = False, saves: bool = True) -> Iterator[Life]:
-        """Start a job; the block begins once a step is near, and at its end no rank is left.
+    def life(self, *, last_step: int = STEPS, torchrun: bool = False, awaited: str = "near") -> Iterator[Life]:
+        """Start a job; at the end of the block no rank is left.
 
         Args:
             last_step: The job ends by itself after this step.
             torchrun: Whether torchrun starts the ranks, rather than a fork.
-            saves: Whether to wait for the first step that is near.
+            awaited: The kind of line with whose first the block begins; empty: at once.
         """
         self.lives += 1
         name = f"life-{self.lives}"
@@ -146,9 +146,9 @@ class Run:
         life.folder.mkdir()
         begin = self._torchrun if torchrun else self._forked
         with begin(life, name, last_step):
-            if saves:
-                await_(lambda: bool(life.lines("near")) or life.has_ended, said=life.said)
-                assert life.lines("near"), life.said()
+            if awaited:
+                await_(lambda: bool(life.lines(awaited)) or life.has_ended, said=life.said)
+                assert life.lines(awaited), life.said()
             yield life
             life.end()
         self._judge(life)
@@ -205,7 +205,7 @@ class Run:
 
     def require_refused(self) -> None:
         """Require that a second job beside a living one is refused, and changes nothing that counts."""
-        with self.life(saves=False) as second:
+        with self.life(awaited="") as second:
             await_(lambda: second.has_ended, said=second.said)
             errors = second.lines("failed")
             assert errors and errors[0][1].startswith("ConflictError"), second.said()
@@ -249,8 +249,8 @@ def no_agent(run: Run) -> Iterator[str]:
             with suppress(holdfast.ConflictError), agent_lock(str(run.near)):
                 yield "its lock is held"
                 return
-    log, kept = run.near / "agent.log", run.folder / "agent.log"
-    log.rename(kept)
+    log = run.near / "agent.log"
+    log.rename(run.near.with_name(f"agent-{run.lives}.log"))
     log.mkdir()
     try:
         killed_agent(run)

@@ -34,7 +34,7 @@ ROUNDS = int(os.environ.get("MEMORY_KILLS", "1"))
 """Kills of each kind."""
 
 SECONDS_MAX = 0.8
-"""How long a job goes on after its first step that is near."""
+"""How long a job goes on at most before the kill, from its resume or from its first step that is near."""
 
 STEPS_WITHOUT_AGENT = 50
 
@@ -128,6 +128,9 @@ KINDS: dict[str, Callable[[Run, Life], None]] = {
     "all ranks, and no agent can be started": _no_agent,
 }
 
+ALSO_BEFORE_THE_FIRST_SAVE = ("one rank", "all ranks", "torchrun and its ranks")
+"""A job takes the lease of the run with its first save."""
+
 
 @pytest.fixture
 def near() -> Iterator[Path]:
@@ -155,7 +158,8 @@ def test_no_acknowledged_step_is_lost_and_all_losses_are_equal(
             run = Run(folder, near.with_name(f"near-{number}"), whole, chance)
             run.counts += before.counts if before else run.counts
         began = time.monotonic()
-        with run.life(torchrun=kind.startswith("torchrun")) as life:
+        awaited = chance.choice(["resumed", "near"]) if kind in ALSO_BEFORE_THE_FIRST_SAVE else "near"
+        with run.life(torchrun=kind.startswith("torchrun"), awaited=awaited) as life:
             time.sleep(chance.random() * SECONDS_MAX)
             KINDS[kind](run, life)
         run.counts[f"kills: {kind}"] += 1
