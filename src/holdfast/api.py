@@ -63,13 +63,13 @@ if TYPE_CHECKING:
     from holdfast.base.layouts.explain import explain
     from holdfast.base.layouts.layout import shipped
     from holdfast.offline.copying.copy_run import CopyReport
+    from holdfast.offline.diff.statistics import statistics
     from holdfast.offline.diff.values import value_document
     from holdfast.offline.export.request import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair
     from holdfast.stored.checkpoint.verify_log import LogVerification
     from holdfast.stored.repository.logs import RunLog
-    from holdfast.training.runs.lineage import lineage
     from holdfast.training.runs.listing import RunRecord, StepRecord
     from holdfast.training.runs.removal.garbage_collection import CollectReport
     from holdfast.training.runs.removal.named_steps import RemovedSteps
@@ -77,93 +77,27 @@ if TYPE_CHECKING:
     from holdfast.training.runs.tiers.offline_drain import DrainReport
     from holdfast.training.runs.watch import RunWatch
     from holdfast.training.telemetry.alerts import Alert, AlertRules
+    from holdfast.training.telemetry.log_lines import shown_seconds
     from holdfast.training.telemetry.trace import Trace
-    from holdfast.training.telemetry.work import Work, works_of
+    from holdfast.training.telemetry.work import works_of
 
 __all__ = [
-    "EXPORT_DTYPES",
-    "AgentStatus",
-    "Change",
-    "Checkpoint",
-    "CollectReport",
-    "CopyReport",
-    "RemovedSteps",
-    "Diff",
-    "DrainReport",
-    "FlatRange",
-    "FrameworkValue",
-    "Forecast",
-    "Group",
-    "Region",
-    "Sharded",
-    "CheckpointManager",
-    "Damage",
-    "ExportReport",
-    "ImportReport",
-    "LoadReport",
-    "LogVerification",
-    "NameOnly",
-    "PerRankRef",
-    "RepairReport",
-    "RunLog",
-    "RunRecord",
-    "SaveHandle",
-    "SaveReport",
-    "Skipped",
-    "StepRecord",
-    "StepRepair",
-    "StoredForm",
-    "Tag",
-    "TensorDiff",
-    "TensorRef",
-    "TieDiff",
-    "Trace",
-    "ValueDiff",
-    "Verdict",
-    "agent",
-    "agent_notes",
-    "agent_status",
-    "async_save",
-    "collect",
-    "copy_checkpoint",
-    "copy_run",
-    "drain",
-    "remove_steps",
+    "save", "async_save", "load", "open_checkpoint", "read", "CheckpointManager", "Checkpoint", "SaveHandle",
+    "SaveReport", "LoadReport",
+    "list_steps", "is_run", "tag", "untag", "Tag", "RunRecord", "StepRecord", "RunLog", "policies",
     "end_idle_threads",
-    "explain",
-    "export",
-    "diff",
-    "import_checkpoint",
-    "is_run",
-    "list_steps",
-    "log_verification",
-    "load",
-    "open_checkpoint",
-    "read",
-    "repair",
-    "policies",
-    "save",
-    "shipped",
-    "tag",
-    "untag",
-    "trace",
-    "value_document",
-    "provenance",
-    "shown_age",
-    "shown_time",
-    "step_table",
-    "value_lines",
-    "value_text",
-    "Alert",
-    "AlertRules",
-    "RunWatch",
-    "Work",
-    "alerts",
-    "lineage",
-    "reports",
-    "watch_run",
-    "works_of",
-]
+    "collect", "CollectReport", "remove_steps", "RemovedSteps", "repair", "RepairReport", "StepRepair", "Damage",
+    "log_verification", "LogVerification",
+    "copy_run", "copy_checkpoint", "CopyReport", "export", "ExportReport", "EXPORT_DTYPES", "import_checkpoint",
+    "ImportReport",
+    "drain", "DrainReport", "agent", "agent_notes", "agent_status", "AgentStatus",
+    "diff", "Diff", "Change", "Verdict", "TensorDiff", "TieDiff", "ValueDiff", "NameOnly", "value_document",
+    "explain", "shipped", "statistics",
+    "FlatRange", "FrameworkValue", "Forecast", "Group", "PerRankRef", "Region", "Sharded", "Skipped", "StoredForm",
+    "TensorRef",
+    "trace", "Trace", "watch_run", "RunWatch", "alerts", "Alert", "AlertRules", "reports", "works_of",
+    "step_table", "provenance", "value_lines", "value_text", "shown_age", "shown_seconds", "shown_time",
+]  # fmt: skip
 
 _HOMES = {
     "CheckpointManager": "holdfast._face.checkpoint_manager",
@@ -185,6 +119,7 @@ _HOMES = {
     "provenance": "holdfast._face.checkpoint_words",
     "agent_notes": "holdfast._face.run_words",
     "shown_age": "holdfast._face.run_words",
+    "shown_seconds": "holdfast.training.telemetry.log_lines",
     "shown_time": "holdfast._face.run_words",
     "step_table": "holdfast._face.run_words",
     "value_lines": "holdfast._face.value_words",
@@ -192,10 +127,9 @@ _HOMES = {
     "Alert": "holdfast.training.telemetry.alerts",
     "AlertRules": "holdfast.training.telemetry.alerts",
     "RunWatch": "holdfast.training.runs.watch",
-    "Work": "holdfast.training.telemetry.work",
     "alerts": "holdfast._face.observing",
-    "lineage": "holdfast.training.runs.lineage",
     "reports": "holdfast._face.observing",
+    "statistics": "holdfast.offline.diff.statistics",
     "watch_run": "holdfast._face.observing",
     "works_of": "holdfast.training.telemetry.work",
 }

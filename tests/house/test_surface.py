@@ -36,6 +36,7 @@ PARAMETERS = {
     "cli/commands/export.py:export": 14,
     "cli/commands/gc.py:gc": 9,
     "cli/commands/importing.py:import_": 10,
+    "cli/commands/serve.py:serve": 10,
     "integrations/dcp/verbs.py:async_save": 9,
 }
 """Public functions with more than `PARAMETERS_MAX` parameters, each with its number. A command has its options."""

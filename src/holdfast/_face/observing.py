@@ -12,7 +12,7 @@ from holdfast.errors import CheckpointError
 from holdfast.settings import Settings
 from holdfast.stored.repository.reports import reports_in
 from holdfast.training.runs.watch import RunWatch
-from holdfast.training.telemetry.alerts import SAVES_READ, Alert, AlertRules
+from holdfast.training.telemetry.alerts import USUAL, WINDOW_MAX, Alert, AlertRules
 from holdfast.training.telemetry.event_lines import EventLines
 
 
@@ -65,7 +65,7 @@ def alerts(
     """
     watch = watch_run(root, events=events, near=near, settings=settings)
     watch.refresh()
-    watch.read_saves(SAVES_READ)
+    watch.read_saves(WINDOW_MAX + USUAL)
     return watch.alerts(rules or AlertRules())
 
 

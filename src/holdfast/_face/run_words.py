@@ -30,8 +30,8 @@ class StepTable:
     tones: tuple[Tone, ...]
     """One for each row."""
 
-    records: tuple[StepRecord, ...]
-    """The step of each row."""
+    names: tuple[str, ...]
+    """The name of the step of each row, by which the step is loaded."""
 
     notes: tuple[tuple[Tone, str], ...]
     """Remarks on the run and its steps, in one line each."""
@@ -51,8 +51,9 @@ def step_table(run: RunRecord) -> StepTable:
         # In every other run each step stands alone.
         extra.insert(0, ("ALONE", _alone))
     rows = tuple((*_row(record, now), *(shown(record) or "-" for _, shown in extra)) for record in loadable)
+    names = tuple(record.name for record in loadable)
     columns = (*_COLUMNS, *(column for column, _ in extra))
-    return StepTable(columns, rows, tuple(map(_tone, loadable)), tuple(loadable), tuple(_run_notes(run, loadable)))
+    return StepTable(columns, rows, tuple(map(_tone, loadable)), names, tuple(_run_notes(run, loadable)))
 
 
 def _row(record: StepRecord, now: datetime) -> list[str]:

@@ -9,6 +9,7 @@ import typer
 import holdfast
 from holdfast.cli.commands.activations import activations
 from holdfast.cli.commands.agent import agent
+from holdfast.cli.commands.alerts import alerts
 from holdfast.cli.commands.cp import cp
 from holdfast.cli.commands.diff import diff
 from holdfast.cli.commands.drain import drain
@@ -21,6 +22,7 @@ from holdfast.cli.commands.ls import ls
 from holdfast.cli.commands.relink import relink
 from holdfast.cli.commands.repair import repair
 from holdfast.cli.commands.rm import rm
+from holdfast.cli.commands.serve import serve
 from holdfast.cli.commands.tag import tag
 from holdfast.cli.commands.trace import trace
 from holdfast.cli.commands.verify import verify
@@ -53,6 +55,8 @@ for command in (
     drain,
     agent,
     activations,
+    serve,
+    alerts,
 ):
     app.command(name=command.__name__.rstrip("_"))(command)
 # With the options of earlier versions, too.

@@ -30,12 +30,12 @@ from holdfast.training.telemetry.work import Work, works_of
 _MOVING = (SUPERSEDED_FOLDER, TIMELINES_FOLDER, EPOCHS_FOLDER)
 """Folders that change when manifests move, or when another process begins to write."""
 
-_STEPS_LOOKED_AT, _UNFINISHED_LOOKED_AT = 3, 64
+_STEPS_LOOKED_AT, _UNFINISHED_LOOKED_AT, _RECENT = 3, 64, 64
 _State = Literal["holds", "silent", "released", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class LeaseWriter:
     """The process that holds the writer lease, or held the lease last."""
 
     holder: Holder
@@ -84,13 +84,17 @@ class RunWatch:
         self._store = TwoRoots(near[0], root) if near else root
         self._clock, self.events = clock, events
         self._record: RunRecord | None = None
+        self._newest: list[StepRecord] = []
+        """The steps whose manifests can be read, the newest save first."""
+        self._unfinished: list[int] = []
+        self._facts: list[StepFact] = []
         self._seen: tuple[Sequence[int], Mapping[str, object], object] = (), {}, None
         self._beat: tuple[int, bytes | None, float] = 0, None, 0.0
         self.works: dict[tuple[int, str], Work | None] = {}
         """The saves by step and attempt, as far as `read_saves` has come; None without a report."""
         self.unreadable: dict[str, CheckpointError] = {}
         """Reports that cannot be read, each with its error. A report of a newer format is not damaged."""
-        self.writer: Writer | None = None
+        self.writer: LeaseWriter | None = None
         """The writer, as of the last `refresh`."""
 
     def refresh(self) -> RunRecord:
@@ -110,9 +114,12 @@ class RunWatch:
         self.writer = self._read_writer()
         has_moved = any(small.get(folder) != before[1].get(folder) for folder in _MOVING)
         for place in self._places:
-            place.forget(None if has_moved else map(step_folder, {*before[0]} - {*steps} | {*self._watched(steps)}))
+            place.forget(None if has_moved else {*before[0]} - {*steps} | {*self._watched(steps)})
         if self._record is None or (steps, small, self._in_steps(self._watched(steps))) != before:
-            self._record = run_record(self._store)
+            self._record, self._facts = run_record(self._store), []
+            records = (each for each in self._record.steps if each.manifest and not each.fenced)
+            self._newest = sorted(records, key=_created, reverse=True)
+            self._unfinished = [each.step for each in self._record.steps if not each.manifest or each.leftovers]
             self._seen = steps, small, self._in_steps(self._watched(steps))
         return self._record
 
@@ -128,25 +135,30 @@ class RunWatch:
         Args:
             limit: Most saves to read now.
         """
-        newest = self._newest()
-        pending = [record for record in newest if _key(record) not in self.works]
+        pending = [record for record in self._newest if _key(record) not in self.works]
         for record in pending[:limit]:
-            self.works[_key(record)] = self._read_save(record)
-        for key in self.works.keys() - {_key(record) for record in newest[:WINDOW_MAX]}:
-            # Of older saves only the extremes are kept: sixteen thousand ranks fill much memory.
-            if (work := self.works[key]) is not None and len(work.ranks) > 3:
-                self.works[key] = replace(work, ranks=tuple(dict.fromkeys(work.extremes.values())))
+            self.works[_key(record)], self._facts = self._read_save(record), []
+        if pending:
+            for key in self.works.keys() - {_key(record) for record in self._newest[:WINDOW_MAX]}:
+                # Of older saves only the extremes are kept: sixteen thousand ranks fill much memory.
+                if (work := self.works[key]) is not None and len(work.ranks) > 3:
+                    extremes = {rank.rank: rank for rank in work.extremes.values()}
+                    self.works[key] = replace(work, ranks=tuple(extremes[rank] for rank in sorted(extremes)))
         return max(len(pending) - limit, 0)
 
     def under_way(self) -> list[UnderWay]:
         """Return the work under way: from the events, and from attempts in the folders while a writer may write."""
         if self._record is None or self.writer is None or self.writer.state != "holds":
             return []
-        last = next((each for each in self._newest() if not each.superseded), None)
+        last = next((each for each in self._newest if not each.superseded), None)
         work = None if last is None else self.works.get(_key(last))
         hosts = {} if work is None else {rank.rank: rank.host for rank in work.ranks}
         hosts |= self.events.hosts
-        begun = {each.step: each for each in self._record.steps if each.leftovers and each.manifest is None}
+        begun = (
+            {each.step: each for each in self._record.steps if each.leftovers and each.manifest is None}
+            if self._unfinished
+            else {}
+        )
         begun = {step: each for step, each in begun.items() if last is None or step > last.step}
         found = []
         for verb, step in dict.fromkeys([*self.events.open, *(("save", step) for step in begun)]):
@@ -154,7 +166,9 @@ class RunWatch:
             record = begun.get(-1 if step is None else step) if verb == "save" else None
             voted = set() if record is None else self._voted(record)
             size = max((line.world_size for line in told.values()), default=0)
-            size = size or (last.manifest.world_size if last is not None and last.manifest is not None else 1)
+            size = size or max(
+                last.manifest.world_size if last and last.manifest else 1, *(each + 1 for each in voted), 1
+            )
             ranks = tuple(rank for rank in told or range(size) if rank not in voted)
             phase = "" if record is None else "write" if ranks else "commit"
             since = min((line.time.timestamp() for line in told.values()), default=None)
@@ -167,22 +181,24 @@ class RunWatch:
         """Return the free room of the root; None if unknown."""
         return self._places[0].as_store.free_bytes()
 
+    def facts(self) -> list[StepFact]:
+        """Return the facts about each step, ascending, as of the last `refresh`, with the saves that were read."""
+        if self._record is not None and not self._facts:
+            self._facts = [self._fact(record) for record in self._record.steps]
+        return self._facts
+
     def alerts(self, rules: AlertRules) -> list[Alert]:
         """Return the alerts of the run as of the last `refresh`, by the saves that were read."""
-        if self._record is None:
-            return []
-        works = (self.works.get(_key(each)) for each in self._newest())
-        damage = [*self._record.tag_errors.values(), *self.unreadable.values(), self._record.error]
+        of_run = () if self._record is None else (*self._record.tag_errors.values(), self._record.error)
+        damage = (each for each in (*of_run, *self.unreadable.values()) if isinstance(each, CorruptError))
+        writer = self.writer.holder if self.writer is not None and self.writer.state == "holds" else None
+        under_way = frozenset(each.step for each in self.under_way() if each.step is not None)
+        recent = {(each.step, each.name) for each in self._newest[:_RECENT]}
+        facts = [each for each in self.facts() if each.damage or each.bytes is None or (each.step, each.name) in recent]
         situation = Situation(
-            now_unix_seconds=self._clock.unix_seconds(),
-            steps=[_fact(each) for each in self._record.steps if not each.superseded],
-            saves=[work for work in works if work is not None],
-            writer=self.writer.holder if self.writer is not None and self.writer.state == "holds" else None,
-            under_way=frozenset(each.step for each in self.under_way() if each.step is not None),
-            failed=self.events.failed,
-            free_bytes=self.free_bytes(),
-            damage=(*(str(each) for each in damage if isinstance(each, CorruptError)), *self.events.damaged),
-        )
+            self._clock.unix_seconds(), facts, writer, under_way, self.events.failed, self.free_bytes(),
+            [*map(str, damage), *self.events.damaged],
+        )  # fmt: skip
         return alerts_of(situation, rules)
 
     # ------------------------------------------------------------------------------------------------ inside
@@ -193,11 +209,9 @@ class RunWatch:
 
     def _watched(self, steps: Sequence[int]) -> list[int]:
         """Return the steps in whose folders news may be: the newest ones, and those without a manifest."""
-        records = () if self._record is None else self._record.steps
-        unfinished = [each.step for each in records if each.manifest is None or each.leftovers]
-        last = next((each.step for each in self._newest()), 0)
+        last = next((each.step for each in self._newest), 0)
         behind = [step for step in steps if step >= last][:_STEPS_LOOKED_AT]
-        watched = {*steps[-_STEPS_LOOKED_AT:], *unfinished[-_UNFINISHED_LOOKED_AT:], *behind}
+        watched = {*steps[-_STEPS_LOOKED_AT:], *self._unfinished[-_UNFINISHED_LOOKED_AT:], *behind}
         return sorted(watched & {*steps})
 
     def _in_steps(self, steps: Sequence[int]) -> tuple[object, ...]:
@@ -211,11 +225,11 @@ class RunWatch:
             found.append((folder, *attempts, *parts, *sizes))
         return tuple(found)
 
-    def _read_writer(self) -> Writer | None:
+    def _read_writer(self) -> LeaseWriter | None:
         with suppress(CheckpointError):
             number = epochs.newest_epoch(self._store)
             if number and (epoch := epochs.read_epoch(self._store, number)) is not None:
-                return Writer(epoch.holder, self._state(number, epoch.holder))
+                return LeaseWriter(epoch.holder, self._state(number, epoch.holder))
         return None
 
     def _state(self, number: int, holder: Holder) -> _State:
@@ -228,11 +242,6 @@ class RunWatch:
             return "gone" if is_gone(holder) else "holds"
         return "silent" if now - self._beat[2] > holder.lease_seconds else "holds"
 
-    def _newest(self) -> list[StepRecord]:
-        """Return the steps whose manifests can be read, the newest save first."""
-        records = () if self._record is None else self._record.steps
-        return sorted((each for each in records if each.manifest and not each.fenced), key=_created, reverse=True)
-
     def _read_save(self, record: StepRecord) -> Work | None:
         folder, reports = step_folder(record.step), list[RankReport]()
         try:
@@ -244,6 +253,17 @@ class RunWatch:
         except CheckpointError as error:
             self.unreadable[folder] = error
         return next(iter(works_of(reports)), None)
+
+    def _fact(self, record: StepRecord) -> StepFact:
+        damage = f"under quarantine: {record.quarantined}" if record.quarantined else ""
+        fact = StepFact(record.step, record.name, record.status, tags=record.tags, damage=damage)
+        if (manifest := record.manifest) is None:
+            return replace(fact, damage=str(record.error) if record.status == "damaged" else damage)
+        return replace(
+            fact, created_unix_seconds=record.created_unix_seconds, bytes=manifest.tensor_bytes,
+            findings=manifest.findings, metrics=manifest.metrics, timeline=manifest.timeline, parent=manifest.parent,
+            is_discarded=record.discarded, work=self.works.get(_key(record)),
+        )  # fmt: skip
 
     def _voted(self, record: StepRecord) -> set[int]:
         """Return the ranks whose parts are stored, in the attempt with most of them."""
@@ -262,16 +282,3 @@ def _key(record: StepRecord) -> tuple[int, str]:
 
 def _created(record: StepRecord) -> tuple[float, int]:
     return record.created_unix_seconds or 0.0, record.step
-
-
-def _fact(record: StepRecord) -> StepFact:
-    manifest = record.manifest
-    damage = f"under quarantine: {record.quarantined}" if record.quarantined else ""
-    return StepFact(
-        record.step,
-        record.status,
-        record.created_unix_seconds,
-        0 if manifest is None else manifest.tensor_bytes,
-        str(record.error) if record.status == "damaged" else damage,
-        () if manifest is None else manifest.findings,
-    )

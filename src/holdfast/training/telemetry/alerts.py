@@ -1,30 +1,37 @@
-"""Alerts: what a person should look at in a run. Pure: steps, saves and events in, alerts out."""
+"""Alerts: the findings in a run that a person should look at. Pure: steps, saves and events in, alerts out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from statistics import median
-from typing import Literal
 
 from holdfast.base.types.epoch import Holder
+from holdfast.base.types.manifest import Parent
+from holdfast.base.types.timeline import Timeline
 from holdfast.errors import InvalidError, counted, first_three, shown_bytes
 from holdfast.training.telemetry.event_lines import EventLine
 from holdfast.training.telemetry.log_lines import shown_seconds
 from holdfast.training.telemetry.work import Work
 
-Rule = Literal[
-    "stalled", "slow_rank", "slow_save", "training_waits", "failing", "damaged", "unhealthy", "throttled", "no_room"
-]
-_USUAL = 20
+USUAL = 20
 """Newest intervals between commits, and saves before the window, that say how long is usual."""
 
 WINDOW_MAX = 20
 """Most saves of a window: all ranks of these saves are kept."""
 
-SAVES_READ = WINDOW_MAX + _USUAL
-"""Newest saves whose reports alerts need."""
+_ACTS = {
+    "stalled": "look whether this process trains: its log, its stack (py-spy dump), its store",
+    "slow_rank": "look at this host: its disk, network and memory, and the heat map of the save",
+    "slow_save": "compare the phases of this save with those of an older one, and look at the store",
+    "training_waits": 'save more seldom, or with Settings(staging="lazy") and more arena_bytes_max',
+    "failing": "read the log of the rank; a resume goes on from the last commit",
+    "damaged": "holdfast verify shows the places; holdfast repair rebuilds a manifest or an index",
+    "unhealthy": "go back to the last healthy step before training makes the state worse",
+    "throttled": "raise the quota of the bucket, or lower the requests in flight (docs/stores.md)",
+    "no_room": "free some room, keep fewer steps (keep_last), or save elsewhere",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +41,9 @@ class AlertRules:
     stalled_intervals: float = 3.0
     """`stalled`: usual intervals between commits without a commit, while a writer holds the lease."""
 
+    stalled_seconds: float = 5.0
+    """`stalled`: the same time in seconds. Manifests state whole seconds."""
+
     slow_rank_ratio: float = 2.0
     """`slow_rank`: own work of a rank by that of the median rank."""
 
@@ -41,13 +51,16 @@ class AlertRules:
     """`slow_rank`: own work of the rank, in seconds."""
 
     slow_rank_saves: int = 3
-    """`slow_rank`: saves among the newest `window` in which both were over."""
+    """`slow_rank`: saves among the newest `window` in which both are over; this number of saves is enough."""
 
     slow_save_ratio: float = 1.8
     """`slow_save`: seconds of each of the newest `window` saves by the median of the saves before them."""
 
+    slow_save_seconds: float = 1.0
+    """`slow_save`: seconds of each of these saves. Shorter saves are noise."""
+
     waits_fraction: float = 0.05
-    """`training_waits`: time for which a save blocks training, by the interval between commits; medians."""
+    """`training_waits`: time for which a save blocks training, by the interval between saves; medians."""
 
     waits_seconds: float = 0.1
     """`training_waits`: the same time in seconds. Shorter waits are noise."""
@@ -56,7 +69,7 @@ class AlertRules:
     """`throttled`: requests that the store refused or left unanswered under load, in the newest `window` saves."""
 
     room_saves: float = 2.0
-    """`no_room`: free bytes by those of the largest of the newest `window` saves; under the threshold."""
+    """`no_room`: free bytes by those of the largest of the newest `window` steps; under the threshold."""
 
     window: int = 5
     """Newest saves that are looked at."""
@@ -73,10 +86,13 @@ class AlertRules:
 
 @dataclass(frozen=True, slots=True)
 class StepFact:
-    """The facts about one step that alerts need."""
+    """The facts about one step of a run, for alerts and for people."""
 
     step: int
     """The step."""
+
+    name: str
+    """The name by which the step is loaded."""
 
     status: str
     """Its state, in the words of `holdfast ls`."""
@@ -84,14 +100,32 @@ class StepFact:
     created_unix_seconds: float | None = None
     """When it was saved; None if unknown."""
 
-    bytes: int = 0
-    """Bytes of its tensors."""
+    bytes: int | None = None
+    """Bytes of its tensors; None if unknown."""
 
     damage: str = ""
     """Why it cannot be read, or why it is under quarantine."""
 
-    findings: tuple[str, ...] = ()
+    findings: Sequence[str] = ()
     """Findings of its save against it."""
+
+    tags: Sequence[str] = ()
+    """Its tags."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Its metrics."""
+
+    timeline: Timeline = Timeline()
+    """Its timeline."""
+
+    parent: Parent | None = None
+    """The checkpoint that it continues, in this run or in another; None without one."""
+
+    is_discarded: bool = False
+    """Whether training went back and discarded the step."""
+
+    work: Work | None = None
+    """Its save; None if no report tells, or before the reports are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +136,7 @@ class Situation:
     """The moment."""
 
     steps: Sequence[StepFact]
-    """Every step that no newer timeline left behind, ascending."""
-
-    saves: Sequence[Work]
-    """The newest saves with reports, the newest first."""
+    """Every step, ascending."""
 
     writer: Holder | None = None
     """The process that holds the writer lease, as far as is known; None without one."""
@@ -119,22 +150,30 @@ class Situation:
     free_bytes: int | None = None
     """Free room of the root; None if unknown."""
 
-    damage: tuple[str, ...] = ()
+    damage: Sequence[str] = ()
     """Damage of the run that is of no step."""
+
+    @property
+    def saves(self) -> list[Work]:
+        """The saves with reports, the newest first. Steps that a newer timeline left behind count too."""
+        works = (fact.work for fact in self.steps if fact.work is not None)
+        return sorted(works, key=lambda work: -work.began_unix_seconds)[: WINDOW_MAX + USUAL]
+
+    @property
+    def committed(self) -> list[StepFact]:
+        """The committed steps, ascending."""
+        return [fact for fact in self.steps if fact.status == "committed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A finding, and what to do."""
+    """A finding, and the next act."""
 
-    rule: Rule
+    rule: str
     """The rule."""
 
     text: str
     """The finding, for people."""
-
-    act: str
-    """What to do next."""
 
     step: int | None = None
     """The step, if it is of one."""
@@ -145,176 +184,113 @@ class Alert:
     host: str = ""
     """The machine of the rank or writer; empty if it is of none."""
 
-    numbers: Mapping[str, float] | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
     """The measured numbers, by name."""
+
+    act: str = ""
+    """The next act."""
+
+    def __post_init__(self) -> None:
+        """Take the act of the rule."""
+        object.__setattr__(self, "act", _ACTS[self.rule])
 
 
 def alerts_of(situation: Situation, rules: AlertRules) -> list[Alert]:
     """Return the alerts of a run, in the order of the rules."""
-    found = (check(situation, rules) for check in _CHECKS)
-    return [alert for of_rule in found for alert in of_rule]
+    checks = (_stalled, _saves, _failing, _damaged, _unhealthy, _no_room)
+    return [alert for check in checks for alert in check(situation, rules)]
 
 
 def _stalled(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    commits = _commits(now)
-    interval = _interval(commits)
-    if now.writer is None or not commits or interval is None:
+    commits = sorted(fact.created_unix_seconds for fact in now.committed if fact.created_unix_seconds is not None)
+    if now.writer is None or len(commits) < 3:
         return
     silent = now.now_unix_seconds - commits[-1]
-    if silent > rules.stalled_intervals * interval:
-        yield Alert(
-            "stalled",
-            f"no commit for {shown_seconds(silent)}; usual are {shown_seconds(interval)}. {now.writer} holds the lease",
-            "look whether this process trains: its log, its stack (py-spy dump), its store",
-            _newest(now),
-            host=now.writer.host,
-            numbers={"silent_seconds": silent, "interval_seconds": interval},
-        )
+    interval = _interval(commits[-USUAL - 1 :])
+    if silent > max(rules.stalled_intervals * interval, rules.stalled_seconds):
+        usual = f"usual are {shown_seconds(interval)}. {now.writer} holds the lease"
+        numbers = {"silent_seconds": silent, "interval_seconds": interval}
+        text = f"no commit for {shown_seconds(silent)}; {usual}"
+        yield Alert("stalled", text, now.committed[-1].step, host=now.writer.host, numbers=numbers)
 
 
-def _slow_rank(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    slow: dict[int, list[tuple[Work, float]]] = {}
-    for save in now.saves[: rules.window]:
-        usual = save.median_own_seconds
-        for each in save.ranks:
-            if each.own_seconds > max(rules.slow_rank_ratio * usual, rules.slow_rank_seconds):
-                slow.setdefault(each.rank, []).append((save, each.own_seconds))
-    for rank, saves in sorted(slow.items()):
-        if len(saves) < rules.slow_rank_saves:
-            continue
-        save, seconds = saves[0]
-        of_rank = next(one for one in save.ranks if one.rank == rank)
-        longest = max(of_rank.phases, key=lambda name: of_rank.phases[name] if name not in ("wait", "queue") else -1.0)
-        yield Alert(
-            "slow_rank",
-            f"rank {rank} worked {shown_seconds(seconds)}, the median rank {shown_seconds(save.median_own_seconds)}, "
-            f"in {len(saves)} of {len(now.saves[: rules.window])} saves; longest in {longest}",
-            f"look at host {of_rank.host}: its disk, network and memory, and its phases in the heat map of the save",
-            save.step, rank, of_rank.host,
-            {"seconds": seconds, "median_seconds": save.median_own_seconds, "saves": len(saves)},
-        )  # fmt: skip
-
-
-def _slow_save(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    newest, before = now.saves[: rules.window], now.saves[rules.window : rules.window + _USUAL]
-    if len(newest) < rules.window or len(before) < rules.window:
+def _saves(now: Situation, rules: AlertRules) -> Iterator[Alert]:
+    saves, before = now.saves[: rules.window], now.saves[rules.window :]
+    if not saves:
         return
-    usual = median(save.seconds for save in before)
-    fastest = min(save.seconds for save in newest)
-    if fastest > rules.slow_save_ratio * usual:
-        yield Alert(
-            "slow_save",
-            f"the last {rules.window} saves took {shown_seconds(fastest)} or more; usual were {shown_seconds(usual)}",
-            "compare the phases of this save with those of an older one, and look at the store",
-            newest[0].step,
-            numbers={"seconds": fastest, "usual_seconds": usual},
-        )
-
-
-def _training_waits(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    interval, saves = _interval(_commits(now)), now.saves[: rules.window]
-    if interval is None or not saves:
-        return
+    yield from _slow_ranks(saves, rules)
+    usual = median(save.seconds for save in before) if len(before) >= rules.window else float("inf")
+    fastest, step = min(save.seconds for save in saves), saves[0].step
+    if fastest > max(rules.slow_save_ratio * usual, rules.slow_save_seconds):
+        text = f"the last {len(saves)} saves took {shown_seconds(fastest)} or more; usual were {shown_seconds(usual)}"
+        yield Alert("slow_save", text, step, numbers={"seconds": fastest, "usual_seconds": usual})
     held = median(save.held_seconds for save in saves)
-    if held > max(rules.waits_fraction * interval, rules.waits_seconds):
-        yield Alert(
-            "training_waits",
-            f"a save blocks training for {shown_seconds(held)} of {shown_seconds(interval)}: {held / interval:.0%}",
-            'save more seldom, or with Settings(staging="lazy") and more arena_bytes_max',
-            saves[0].step,
-            numbers={"held_seconds": held, "interval_seconds": interval},
-        )
+    interval = _interval([save.began_unix_seconds for save in reversed(now.saves[: USUAL + 1])])
+    if interval and held > max(rules.waits_fraction * interval, rules.waits_seconds):
+        text = f"a save blocks training for {shown_seconds(held)} of {shown_seconds(interval)}: {held / interval:.0%}"
+        yield Alert("training_waits", text, step, numbers={"held_seconds": held, "interval_seconds": interval})
+    requests = sum(save.throttled for save in saves)
+    if requests > rules.throttled_requests:
+        text = f"the store refused {requests:,} requests under load in the last {counted(len(saves), 'save')}"
+        yield Alert("throttled", text, step, numbers={"requests": requests})
+
+
+def _slow_ranks(saves: Sequence[Work], rules: AlertRules) -> Iterator[Alert]:
+    slow: dict[int, list[Work]] = {}
+    for save in saves:
+        limit = max(rules.slow_rank_ratio * save.median_own_seconds, rules.slow_rank_seconds)
+        for rank in save.ranks:
+            if rank.own_seconds > limit:
+                slow.setdefault(rank.rank, []).append(save)
+    for number, found in sorted(slow.items()):
+        if len(found) >= max(rules.slow_rank_saves, 1):
+            save = found[0]
+            rank = next(each for each in save.ranks if each.rank == number)
+            seconds, usual = rank.own_seconds, save.median_own_seconds
+            text = f"worked {shown_seconds(seconds)}, the median rank {shown_seconds(usual)}"
+            text += f", in {len(found)} of {len(saves)} saves; longest in {rank.longest_phase}"
+            numbers = {"seconds": seconds, "median_seconds": usual, "saves": len(found)}
+            yield Alert("slow_rank", text, save.step, number, rank.host, numbers)
 
 
 def _failing(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    commits = _commits(now)
-    last = commits[-1] if commits else float("-inf")
-    newest = _newest(now)
-    failed = [each for each in now.failed if each.verb == "save" and each.time.timestamp() > last]
-    unfinished = [fact.step for fact in now.steps if fact.status == "unfinished" and fact.step not in now.under_way]
-    unfinished = [step for step in unfinished if newest is None or step > newest]
-    steps = sorted({*unfinished, *(each.step for each in failed if each.step is not None)})
-    if not failed and not unfinished:
-        return
-    reason = (
-        f"{failed[-1].error}: {failed[-1].message}"
-        if failed
-        else "no manifest: the job was killed, or events are not known (--events)"
-    )
-    since = "since the first save" if newest is None else f"since step {newest}"
-    yield Alert(
-        "failing",
-        f"{counted(len(steps) or len(failed), 'save')} failed or unfinished {since}: {first_three(steps)}. {reason}",
-        "read the error in the log of the rank; a resume goes on from the last commit",
-        steps[-1] if steps else None,
-        failed[-1].rank if failed else None,
-        failed[-1].host if failed else "",
-        {"saves": len(steps) or len(failed)},
-    )
+    newest = now.committed[-1:]
+    last = max((fact.created_unix_seconds or 0.0 for fact in newest), default=0.0)
+    failed = [each for each in now.failed if each.verb == "save" and each.time.timestamp() > last + 1]
+    # A newer timeline may save lower numbers than an attempt that is older than the last commit.
+    open_steps = [fact.step for fact in now.steps if fact.status == "unfinished" and fact.step not in now.under_way]
+    steps = {step for step in open_steps if not newest or step > newest[0].step}
+    steps |= {each.step for each in failed if each.step is not None}
+    count = len(steps) or len(failed)
+    if count:
+        since = f"since step {newest[0].step}" if newest else "since the start"
+        why = "no event tells why: the job was killed, or pass --events"
+        step, rank, host = max(steps, default=None), None, ""
+        if failed:
+            rank, host, why = failed[-1].rank, failed[-1].host, f"{failed[-1].error}: {failed[-1].message}"
+        text = f"{counted(count, 'save')} failed or unfinished {since} ({first_three(sorted(steps))}): {why}"
+        yield Alert("failing", text, step, rank, host, {"saves": count})
 
 
 def _damaged(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    act = "holdfast verify shows the places; holdfast repair rebuilds a manifest or an index"
-    yield from (Alert("damaged", text, act) for text in now.damage)
-    yield from (
-        Alert("damaged", f"step {fact.step}: {fact.damage}", act, fact.step) for fact in now.steps if fact.damage
-    )
+    yield from (Alert("damaged", text) for text in now.damage)
+    yield from (Alert("damaged", fact.damage, fact.step) for fact in now.steps if fact.damage)
 
 
 def _unhealthy(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    committed = [fact for fact in now.steps if fact.status == "committed" and not fact.damage]
-    if committed and committed[-1].findings:
-        findings = committed[-1].findings
-        yield Alert(
-            "unhealthy",
-            f"the newest step: {first_three(findings)}",
-            "go back to the last healthy step before training makes it worse",
-            committed[-1].step,
-            numbers={"findings": len(findings)},
-        )
-
-
-def _throttled(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    saves = now.saves[: rules.window]
-    requests = sum(save.throttled for save in saves)
-    if requests > rules.throttled_requests:
-        yield Alert(
-            "throttled",
-            f"the store refused {requests:,} requests under load in the last {counted(len(saves), 'save')}",
-            "raise the quota of the bucket, or lower the requests in flight (docs/stores.md)",
-            saves[0].step,
-            numbers={"requests": requests},
-        )
+    for fact in now.committed[-1:]:
+        if fact.findings:
+            text = f"the newest step: {first_three(fact.findings)}"
+            yield Alert("unhealthy", text, fact.step, numbers={"findings": len(fact.findings)})
 
 
 def _no_room(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    committed = [fact for fact in now.steps if fact.status == "committed"]
-    need = max((fact.bytes for fact in committed[-rules.window :]), default=0)
+    need = max((fact.bytes or 0 for fact in now.committed[-rules.window :]), default=0)
     if now.free_bytes is not None and now.free_bytes < rules.room_saves * need:
-        yield Alert(
-            "no_room",
-            f"{shown_bytes(now.free_bytes)} free; a save has {shown_bytes(need)}",
-            "free some room, keep fewer steps (keep_last), or save elsewhere",
-            numbers={"free_bytes": now.free_bytes, "save_bytes": need},
-        )
+        numbers = {"free_bytes": now.free_bytes, "save_bytes": need}
+        yield Alert("no_room", f"{shown_bytes(now.free_bytes)} free; a save has {shown_bytes(need)}", numbers=numbers)
 
 
-_CHECKS = (
-    _stalled, _slow_rank, _slow_save, _training_waits, _failing, _damaged, _unhealthy, _throttled, _no_room
-)  # fmt: skip
-
-
-def _newest(now: Situation) -> int | None:
-    return max((fact.step for fact in now.steps if fact.status == "committed"), default=None)
-
-
-def _commits(now: Situation) -> list[float]:
-    """Return when the steps were committed, ascending."""
-    times = (fact.created_unix_seconds for fact in now.steps if fact.status == "committed")
-    return sorted(time for time in times if time is not None)
-
-
-def _interval(commits: Sequence[float]) -> float | None:
-    """Return the usual seconds between two commits; None if fewer than three are known."""
-    intervals = [later - earlier for earlier, later in pairwise(commits[-_USUAL - 1 :])]
-    return median(intervals) if len(intervals) > 1 else None
+def _interval(times: Sequence[float]) -> float:
+    """Return the usual seconds between two of some times; 0 if there are too few."""
+    return median([later - earlier for earlier, later in pairwise(times)] or [0.0])

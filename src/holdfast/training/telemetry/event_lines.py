@@ -44,7 +44,9 @@ class EventLines:
             MissingError: A file does not exist.
         """
         self._ends = {os.path.expanduser(path): (0, 0) for path in paths}
-        for path in self._ends:
+        self.paths = tuple(self._ends)
+        """The files."""
+        for path in self.paths:
             if not os.path.isfile(path):
                 raise MissingError(f"{path}: no file of events; expected lines of holdfast.observers.jsonl")
         self.open: dict[tuple[str, int | None], dict[int, EventLine]] = {}

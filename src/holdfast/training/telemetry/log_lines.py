@@ -55,7 +55,11 @@ def blocked_seconds(staging: str, staged_seconds: float, fence_seconds: float, p
 
 
 def shown_seconds(seconds: float) -> str:
-    """Return a duration for people: `12 ms`, `0.41 s`, `3 min 20 s`."""
+    """Return a duration for people: `12 ms`, `0.41 s`, `3 min 20 s`.
+
+    Example:
+        print(holdfast.api.shown_seconds(0.41))
+    """
     if seconds < 0.0995:
         return f"{seconds * 1000:.3g} ms" if seconds < 0.00095 else f"{seconds * 1000:.0f} ms"
     if seconds < 99.5:

@@ -45,6 +45,11 @@ class RankWork:
     phases: Mapping[str, float]
     """Seconds by phase, in the order in which the phases began."""
 
+    @property
+    def longest_phase(self) -> str:
+        """The phase of own work that took longest; empty without one."""
+        return max(_OWN & self.phases.keys(), key=lambda name: self.phases[name], default="")
+
 
 @dataclass(frozen=True, slots=True)
 class Work:

@@ -1,0 +1,249 @@
+"""The pages as an application: a function for each returns a template and the facts that the template shows."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import jinja2
+import msgspec
+from markupsafe import Markup
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from holdfast import api, errors
+from holdfast.errors import CheckpointError, MissingError
+from holdfast.page.guard import Guard
+from holdfast.page.subjects import LongWork, Subject, WorkQueue
+
+ROWS_MAX, CELLS_MAX = 500, 8192
+"""Rows of one table, before a link to the next ones; cells of a heat map without JavaScript."""
+
+_HERE = Path(__file__).parent
+_STATUS = {"MissingError": 404, "ConflictError": 409, "CorruptError": 422, "UnavailableError": 503}
+Facts = dict[str, Any]
+
+
+def shown(value: object) -> object:
+    """Return text of strangers without control characters; a template escapes the markup in it."""
+    return errors.printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def link(base: str, **query: object) -> str:
+    """Return a URL with a query, from which empty values are left out."""
+    given = {name: str(value) for name, value in query.items() if value not in (None, "")}
+    return base + ("?" + urlencode(given, errors="surrogatepass") if given else "")
+
+
+def environment() -> jinja2.Environment:
+    """Return the templates, with the words that they use."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        finalize=shown, undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    made.filters |= {"bytes": errors.shown_bytes, "ranks": errors.shown_ranks, "seconds": api.shown_seconds}
+    made.filters["number"] = lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    made.filters["time"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(at, 0), 1e11)))
+    made.globals |= {"link": link, "counted": errors.counted, "value_text": api.value_text, "cells_max": CELLS_MAX}
+    made.filters["zip"] = zip
+    made.globals["asset"] = lambda name: Markup((_HERE / "static" / name).read_text(encoding="utf-8"))
+    return made
+
+
+class Pages:
+    """The pages over some runs and checkpoints."""
+
+    def __init__(self, subjects: Sequence[Subject]) -> None:
+        """Read nothing yet."""
+        self.subjects, self.work, self.templates = subjects, WorkQueue(), environment()
+
+    def app(self, token: str, hosts: Collection[str]) -> ASGIApp:
+        """Return the application, guarded.
+
+        Args:
+            token: The token; empty without one.
+            hosts: Values of `Host` that are accepted.
+        """
+        views = (run_page, step_page, tensors_page, tensor_page, diff_page, trace_page)
+        paths = ("", "/step", "/tensors", "/tensor", "/diff", "/trace")
+        routes = [
+            Route(f"/run/{{subject:int}}{path}", self._endpoint(view)) for path, view in zip(paths, views, strict=True)
+        ]
+        routes.append(Route("/", self._endpoint(first_page)))
+        static = Mount("/static", StaticFiles(directory=_HERE / "static"))
+        handlers: Any = {HTTPException: self._refused, Exception: self._refused}
+        return Guard(Starlette(routes=[*routes, static], exception_handlers=handlers), token, hosts)
+
+    def _endpoint(self, view: Callable[[Pages, Request, Subject], tuple[str, Facts]]) -> Callable[[Request], Response]:
+        def answer(request: Request) -> Response:
+            number = int(request.path_params.get("subject", 0))
+            try:
+                if number >= len(self.subjects):
+                    raise MissingError(f"there is no run {number}; expected a number below {len(self.subjects)}")
+                template, facts = view(self, request, self.subjects[number])
+                return self._answer(
+                    request, template, {"path": self.subjects[number].path, **facts} if template else facts
+                )
+            except CheckpointError as error:
+                return self._refused(request, error)
+
+        return answer
+
+    def _answer(self, request: Request, template: str, facts: Facts, status: int = 200) -> Response:
+        version = facts.pop("version", None)
+        tag = hashlib.sha256(f"{version} {request.url}".encode()).hexdigest()[:32]
+        headers = {} if version is None else {"ETag": f'"{tag}"'}
+        if version is not None and request.headers.get("if-none-match") == headers["ETag"]:
+            return Response(status_code=304, headers=headers)
+        if not template or request.query_params.get("format") == "json":
+            return Response(msgspec.json.encode(facts, enc_hook=str), status, headers, "application/json")
+        return HTMLResponse(self.render(template, facts, request), status, headers)
+
+    def render(self, template: str, facts: Facts, request: Request | None = None) -> str:
+        """Return a page as text; without a request one that leads nowhere else."""
+        base = None if request is None else request.scope.get("root_path", "")
+        number = 0 if request is None else request.path_params.get("subject", 0)
+        where = {"base": base, "number": number, "run_base": f"{base}/run/{number}", "here": request}
+        query = defaultdict(str, {} if request is None else request.query_params)
+        subjects = [subject.path for subject in self.subjects]
+        return self.templates.get_template(template).render(**where, query=query, subjects=subjects, **facts)
+
+    def _refused(self, request: Request, error: Exception) -> Response:
+        status, text = 500, "an error of Holdfast: its log has the traceback"
+        if isinstance(error, HTTPException):
+            status, text = error.status_code, error.detail
+        elif isinstance(error, CheckpointError):
+            status, text = _STATUS.get(type(error).__name__, 400), str(error)
+        return self._answer(request, "error.html", {"status": status, "error": text}, status)
+
+
+def first_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
+    """Return the list of runs; with one run the run."""
+    return ("subjects.html", {}) if len(pages.subjects) > 1 else run_page(pages, request, subject)
+
+
+def run_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
+    """Return the steps of a run, its alerts, its work under way and its timelines; of one checkpoint its facts."""
+    return ("run.html", subject.refresh()) if subject.watch is not None else step_page(pages, request, subject)
+
+
+def step_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
+    """Return the facts about one checkpoint, and the heat map and timelines of one of its saves, loads and drains."""
+    step, query = _known(subject, request.query_params.get("step", "")), request.query_params
+    checkpoint = subject.checkpoint(step)
+    stored = [*api.reports(subject.path, None if step == "-" else checkpoint.step, settings=subject.settings)]
+    reports = [report for _, report in stored if not isinstance(report, CheckpointError)]
+    works = {f"{work.verb}-{work.id}": work for work in api.works_of(reports)}
+    chosen = query.get("work", f"save-{checkpoint.manifest.attempt}")
+    chosen = chosen if chosen in works else next(iter(works), "")
+    ranks = {name: rank.rank for name, rank in works[chosen].extremes.items()} if chosen else {}
+    if query.get("rank", "").isdecimal():
+        ranks["asked for"] = int(query["rank"][:9])
+    of_work = [report for report in reports if f"{report.operation.verb}-{report.id}" == chosen]
+    return "step.html", {
+        "step": step, "facts": api.provenance(checkpoint), "works": [*works], "work": works.get(chosen), "ranks": ranks,
+        "timelines": {each.operation.rank: each for each in of_work if each.operation.rank in ranks.values()},
+        "codings": checkpoint.codings, "values": api.value_lines(checkpoint.objects, whole_names=False),
+        "unreadable": [str(each) for _, each in stored if isinstance(each, CheckpointError)],
+    }  # fmt: skip
+
+
+def trace_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
+    """Return the trace of a step, or of all steps, for Perfetto."""
+    step = request.query_params.get("step", "-").partition("@")[0]
+    return "", api.trace(subject.path, step=None if step == "-" else step, settings=subject.settings).document
+
+
+def tensors_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
+    """Return the tensors of a checkpoint: a tree by prefix, or those that a filter matches."""
+    step, query = _known(subject, request.query_params.get("step", "")), request.query_params
+    checkpoint = subject.checkpoint(step)
+    prefix, glob, dtype, start = (query.get(name, "") for name in ("prefix", "glob", "dtype", "start"))
+    folders, names = dict[str, list[int]](), list[str]()
+    for name, info in checkpoint.tensors.items():
+        if not name.startswith(prefix) or (glob and not fnmatchcase(name, glob)) or dtype not in ("", info.dtype):
+            continue
+        head, dot, _ = name[len(prefix) :].partition(".")
+        if dot and not glob and not dtype:
+            total = folders.setdefault(f"{prefix}{head}.", [0, 0])
+            total[:] = total[0] + 1, total[1] + info.bytes
+        else:
+            names.append(name)
+    if query.get("sort") == "bytes":
+        names.sort(key=lambda name: -checkpoint.tensors[name].bytes)
+    first = int(start[:9]) if start.isdecimal() else 0
+    return "tensors.html", {
+        "step": step, "prefix": prefix, "glob": glob, "dtype": dtype, "start": first, "count": len(names),
+        "tensors": [_tensor(checkpoint, name) for name in names[first : first + ROWS_MAX]],
+        "folders": [(key, *total) for key, total in [*folders.items()][:ROWS_MAX]], "folder_count": len(folders),
+        "tensor_count": len(checkpoint.tensors), "aliases": dict([*checkpoint.aliases.items()][:ROWS_MAX]),
+        "dtypes": sorted({info.dtype for info in checkpoint.tensors.values()}),
+    }  # fmt: skip
+
+
+def _tensor(checkpoint: api.Checkpoint, name: str) -> Facts:
+    pieces, ranks = len(checkpoint.pieces(name)), sorted(checkpoint.written_by(name))
+    info, form = checkpoint.tensors[name], checkpoint.stored_form(name)
+    return {"name": name, "info": info, "form": form, "pieces": pieces, "ranks": ranks}
+
+
+def tensor_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
+    """Return the statistics of one tensor."""
+    step, name = _known(subject, request.query_params.get("step", "")), request.query_params.get("name", "")
+    checkpoint = subject.checkpoint(step)
+    stored = checkpoint.aliases.get(name, name)
+    if stored not in checkpoint.tensors:
+        raise MissingError(f"there is no tensor {name[:200]!r}; {_nearest(name, [*checkpoint.tensors])}")
+    facts: Facts = {"step": step, "name": name, "tensor": checkpoint.tensors[stored]}
+    key, is_stopped = f"{checkpoint.url} {checkpoint.identity} {stored}", "stop" in request.query_params
+    found = pages.work.run(
+        f"reading {name[:200]}", key, lambda work: api.statistics(checkpoint, stored, observer=work), stop=is_stopped
+    )
+    return _when_done("tensor.html", facts, "statistics", found)
+
+
+def diff_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
+    """Return the differences between two steps, or between a step and a checkpoint of another subject."""
+    step, query = _known(subject, request.query_params.get("step", "")), request.query_params
+    where, other = query.get("subject", ""), query.get("other", "")
+    if not other and not where:
+        return "diff.html", {"step": step, "diff": None}
+    elsewhere = pages.subjects[int(where)] if where.isdecimal() and int(where) < len(pages.subjects) else subject
+    b, a = subject.checkpoint(step), elsewhere.checkpoint(_known(elsewhere, other))
+    name, key = f"comparing {a.url} with {b.url}", f"{a.identity} {b.identity}"
+    found = pages.work.run(name, key, lambda work: api.diff(a, b, observer=work), stop="stop" in query)
+    return _when_done("diff.html", {"step": step}, "diff", found)
+
+
+def _when_done(template: str, facts: Facts, name: str, result: object) -> tuple[str, Facts]:
+    if not isinstance(result, LongWork):
+        return template, {**facts, name: result}
+    return "progress.html", {**facts, "doing": result.name, "done": result.done_bytes, "total": result.total_bytes}
+
+
+def _known(subject: Subject, step: str) -> str:
+    """Return a step of a run as the page names the step; `-` for the one checkpoint of a subject."""
+    if subject.watch is None:
+        return "-"
+    names = [each.name for each in subject.refresh()["steps"]]
+    # A name with more digits of the digest is as good.
+    if step in names or step in subject.removed or ("@" in step and step.partition("@")[0] in names):
+        return step
+    raise MissingError(f"there is no step {step[:80]!r}; {_nearest(step, names)}")
+
+
+def _nearest(name: str, names: Sequence[str]) -> str:
+    near = get_close_matches(name[:200], names[-20_000:]) or names[-3:]
+    return f"expected one of {errors.first_three(near)}" if near else "there is none"

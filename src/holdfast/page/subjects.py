@@ -1,0 +1,153 @@
+"""The runs and checkpoints that a page shows. A run is read on a thread of its own: a silent store holds up no page."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Lock
+from typing import Any
+
+from holdfast import api
+from holdfast.errors import InvalidError, MissingError, UnavailableError
+from holdfast.observers import Event, Progress
+from holdfast.settings import Settings
+
+_ANSWER_SECONDS, _DONE_SECONDS = 10.0, 0.5
+_SAVES_AT_ONCE = 40
+_OPENED_MAX, _RESULTS_MAX = 4, 16
+
+
+class Subject:
+    """A run, or one checkpoint."""
+
+    def __init__(self, path: str, watch: api.RunWatch | None, settings: Settings) -> None:
+        """Read nothing yet; `watch` is None for one checkpoint."""
+        self.path, self.watch, self.settings = path, watch, settings
+        self.removed: dict[str, float] = {}
+        """When a step was first missed that an earlier listing had, on the wall clock."""
+        self._facts: dict[str, Any] = {}
+        self._run: api.RunRecord | None = None
+        self._opened: dict[str, api.Checkpoint] = {}
+        self._thread = ThreadPoolExecutor(1, "holdfast-page")
+        self._pending: Future[None] | None = None
+        self._lock = Lock()
+
+    def refresh(self) -> dict[str, Any]:
+        """Return the facts about the run as last read: now, or earlier if the store does not answer in time."""
+        with self._lock:
+            if self._pending is None or self._pending.done():
+                self._pending = self._thread.submit(self._read)
+            pending = self._pending
+        error: BaseException | None = UnavailableError(f"{self.path}: the store has not answered; expected an answer")
+        if wait([pending], _ANSWER_SECONDS).done:
+            error = pending.exception()
+        if error is not None and not self._facts:
+            raise error
+        return {**self._facts, "silent": None if error is None else str(error)}
+
+    def _read(self) -> None:
+        assert self.watch is not None, "one checkpoint is not read again"
+        watch, facts, run = self.watch, self._facts, self.watch.refresh()
+        left = watch.read_saves(_SAVES_AT_ONCE)
+        if run is not self._run:
+            facts = {**facts, "url": run.url, "run_id": run.run_id, "table": api.step_table(run), "read": -1}
+        if len(watch.works) != facts["read"]:
+            steps = watch.facts()
+            gone = {each.name for each in facts.get("steps", ())} - {each.name for each in steps}
+            self.removed |= dict.fromkeys(gone, time.time())
+            facts = {**facts, "steps": steps, "read": len(watch.works)}
+        alerts, under_way = watch.alerts(api.AlertRules()), watch.under_way()
+        said = [(each.rule, each.step, each.rank) for each in alerts]
+        self._run = run
+        self._facts = {
+            **facts, "alerts": alerts, "under_way": under_way, "writer": watch.writer, "left": left,
+            "free_bytes": watch.free_bytes(), "has_events": bool(watch.events.paths), "as_of": time.time(),
+            "damaged": [*watch.events.damaged, *map(str, watch.unreadable.values())],
+            "version": f"{watch.version} {said} {under_way}",
+        }  # fmt: skip
+
+    def checkpoint(self, step: str) -> api.Checkpoint:
+        """Return the checkpoint of a step, `-` for the one checkpoint of the subject. The last few stay open.
+
+        Raises:
+            MissingError: The step was removed.
+        """
+        if step in self.removed:
+            at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.removed[step]))
+            raise MissingError(f"step {step} was removed at {at}, or shortly before; expected a step that is listed")
+        with self._lock:
+            found = self._opened.pop(step, None)
+        if found is None or found.is_overwritten:
+            found = api.open_checkpoint(self.path, step=None if step == "-" else step, settings=self.settings)
+        with self._lock:
+            self._opened = dict([*self._opened.items(), (step, found)][-_OPENED_MAX:])
+        return found
+
+
+def subjects_at(paths: Sequence[str], events: Sequence[str], settings: Settings) -> list[Subject]:
+    """Return the runs and checkpoints at some paths; of a folder that is neither, the runs in it.
+
+    Raises:
+        MissingError: A path holds neither a run nor a checkpoint, nor a folder of runs.
+    """
+    found = []
+    for path in paths:
+        inside = [] if api.is_run(path, settings=settings) or not os.path.isdir(path) else sorted(os.listdir(path))
+        below = [each for name in inside if api.is_run(each := os.path.join(path, name), settings=settings)]
+        for each in below or [path]:
+            is_run = api.is_run(each, settings=settings)
+            watch = api.watch_run(each, events=events, settings=settings) if is_run else None
+            found.append(Subject(each, watch, settings))
+            if watch is None:
+                found[-1].checkpoint("-")
+    return found
+
+
+class LongWork:
+    """Long work on one thread, as an observer of its progress."""
+
+    def __init__(self, name: str) -> None:
+        """Begin nothing yet."""
+        self.name, self.done_bytes, self.total_bytes, self.is_stopped = name, 0, 0, False
+        self.future: Future[object] = Future()
+
+    def on_event(self, event: Event) -> None:
+        """Take the progress of the work; end the work if it is to stop."""
+        if self.is_stopped:
+            raise InvalidError(f"{self.name} was stopped; open the page again to begin again")
+        if isinstance(event, Progress):
+            self.done_bytes, self.total_bytes = event.done_bytes, event.total_bytes
+
+
+class WorkQueue:
+    """Runs long work, one at a time. The last results stay."""
+
+    def __init__(self) -> None:
+        """Begin nothing yet."""
+        self._thread, self._lock = ThreadPoolExecutor(1, "holdfast-page-work"), Lock()
+        self._works: dict[str, LongWork] = {}
+
+    def run(self, name: str, key: str, work_on: Callable[[LongWork], object], *, stop: bool) -> object:
+        """Return the result of some work, or the `LongWork` while it waits or runs.
+
+        Args:
+            name: Names the work for people.
+            key: With the name, equal for the same work.
+            work_on: Does the work, and reports progress to the observer that it gets.
+            stop: Whether to stop the work.
+        """
+
+        def done(work: LongWork) -> object:
+            work.on_event(Progress(0, 0))
+            return work_on(work)
+
+        with self._lock:
+            work = self._works.get(name + key)
+            if work is None or (work.is_stopped and not stop):
+                work = LongWork(name)
+                work.future = self._thread.submit(done, work)
+            self._works = dict([*self._works.items(), (name + key, work)][-_RESULTS_MAX:])
+        work.is_stopped |= stop
+        return work.future.result() if wait([work.future], _DONE_SECONDS).done else work

@@ -1,0 +1,118 @@
+"""Only a visitor with the token sees a page, at the name that is served, and the page changes nothing."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.page.browsing import TOKEN, Browser
+
+
+@pytest.fixture
+def stranger(browser: Browser) -> TestClient:
+    return TestClient(browser.app)
+
+
+ROUTES = (
+    "/", "/?format=json", "/run/0",
+    "/run/0/step?step=300", "/run/0/tensors?step=300", "/run/0/trace", "/static/page.js",
+    "/static/page.css", "/run/0/tensor?step=300&name=half", "/run/0/diff?step=300&other=200", "/nothing",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_without_the_token_there_is_nothing(stranger: TestClient, path: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Cookie": "holdfast=wrong"}):
+        answer = stranger.get(path, headers=headers)
+        assert (answer.status_code, answer.text) == (401, "401\n")
+    assert stranger.get("/?token=wrong").status_code == 401
+
+
+def test_the_first_visit_turns_the_token_into_a_cookie(stranger: TestClient) -> None:
+    answer = stranger.get(f"/run/0/step?step=300&token={TOKEN}", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/run/0/step?step=300")
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+    assert stranger.get("/run/0/step?step=300").status_code == 200
+    away = stranger.get(f"//elsewhere.example/?token={TOKEN}", follow_redirects=False)
+    assert not away.headers.get("location", "/").startswith("//")
+
+
+@pytest.mark.parametrize(
+    "host", ["elsewhere.example", "testserver.elsewhere.example", "testserver:99", "", "127.0.0.1"]
+)
+def test_another_host_is_refused(browser: Browser, host: str) -> None:
+    answer = browser.client.get("/", headers={"Host": host})
+    assert answer.status_code == 421 and "holdfast" not in answer.text.lower()
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/static/..%2fapp.py", 404),
+        ("/static/%2e%2e/guard.py", 404),
+        ("/static/page.css%00", 404),
+        ("/run/0/../../etc/passwd", 404),
+        ("/run/-1", 404),
+        ("/run/99999999999999999999", 404),
+        ("/run/0/step?step=../../etc", 404),
+        ("/run/0/step?step=%00", 404),
+        ("/run/0/step?step=300&work=%00&rank=99999999999999", 200),
+        ("/run/0/tensors?step=300&start=999999999999999999999", 200),
+        ("/run/0/tensors?step=300&glob=[", 200),
+        ("/run/0/diff?step=300&other=300&subject=77777", 200),
+        ("/run/0/diff?step=300&other=300&sort=__class__", 200),
+        ("/run/0/tensor?step=300&name=" + "a" * 20_000, 404),
+        ("/?x=" + "a" * 60_001, 414),
+    ],
+)
+def test_odd_requests_are_answered_in_short(browser: Browser, path: str, status: int) -> None:
+    answer = browser.client.get(path)
+    assert answer.status_code == status, answer.text[-300:]
+    assert "Traceback" not in answer.text and "root:" not in answer.text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_no_route_changes_anything(browser: Browser, method: str) -> None:
+    for path in ROUTES:
+        assert browser.client.request(method, path).status_code in (404, 405)
+
+
+def test_every_answer_has_the_policy(browser: Browser) -> None:
+    for path in ROUTES:
+        headers = browser.client.get(path).headers
+        assert headers["content-security-policy"].startswith("default-src 'none'")
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-frame-options"] == "DENY" and headers["referrer-policy"] == "no-referrer"
+    for seen in browser.walk().values():
+        assert not seen.handlers, "no handler and no style in an element: the policy would block both"
+        assert all(not link.startswith(("http", "//", "javascript", "data")) for link in seen.links)
+
+
+def state_of(root: Path) -> list[tuple[object, ...]]:
+    """Names, sizes, times and inodes of everything under a root."""
+    found: list[tuple[object, ...]] = []
+    for folder, _, files in os.walk(root):
+        for path in [folder, *(os.path.join(folder, name) for name in files)]:
+            facts = os.lstat(path)
+            found.append((path, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino, facts.st_mode))
+    return sorted(found, key=str)
+
+
+def test_no_page_writes_to_the_root(root: Path) -> None:
+    for path in [root, *root.rglob("*")]:
+        path.chmod(stat.S_IRUSR | (stat.S_IXUSR if path.is_dir() else 0))
+    before = state_of(root)
+    browser = Browser(root)
+    for _ in range(2):
+        seen = browser.walk()
+        assert len(seen) > 30
+        for path in ROUTES:
+            browser.client.get(path)
+    assert state_of(root) == before
+    for path in [root, *root.rglob("*")]:
+        path.chmod(stat.S_IRWXU)

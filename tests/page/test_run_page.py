@@ -1,0 +1,134 @@
+"""The pages of a run: words of `ls`, alerts, work under way, timelines, and what a poll costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from holdfast import api
+from tests.page.browsing import Browser
+from tests.page.conftest import RANKS, SLOW_RANK
+
+
+def test_a_run_has_the_words_and_columns_of_ls(browser: Browser, pristine: Path) -> None:
+    table = api.step_table(api.list_steps(pristine))
+    page, document = browser.get("/"), browser.json("/")
+    assert document["table"]["columns"] == list(table.columns)
+    unaged = [[cell for at, cell in enumerate(row) if table.columns[at] != ">AGE"] for row in table.rows]
+    found = [[cell for at, cell in enumerate(row) if table.columns[at] != ">AGE"] for row in document["table"]["rows"]]
+    assert found == [list(row) for row in unaged]
+    assert {"300", "400@", "500@", "TIMELINE", "METRICS", "loss=0.01", "best", "superseded"} <= {
+        word if not word.count("@") else word[: word.index("@") + 1] for word in page.text.split()
+    }
+
+
+def test_a_step_says_its_time_and_how_long_training_waited(browser: Browser) -> None:
+    steps = {each["name"]: each for each in browser.json("/")["steps"]}
+    work = steps["100"]["work"]
+    assert len(work["ranks"]) == RANKS and work["ranks"][SLOW_RANK]["own_seconds"] == 8.2
+    page = browser.get("/")
+    assert "9.00 s 0.20 s" in page.text and f"{SLOW_RANK} on host-1, 8.20 s" in page.text
+
+
+def test_lineage_shows_what_going_back_left_behind(browser: Browser) -> None:
+    page = browser.get("/")
+    first, second = page.text.split("Lineage")[1].split("timeline 2")
+    assert "timeline 1" in first and first.count("left behind") == 2 and "500@" in first
+    assert "leaves step 300" in second and "400" in second
+    (link,) = (each for each in page.links if each.endswith("/diff?step=400&other=300"))
+    assert "changed" in browser.get(link).text
+
+
+def test_alerts_are_on_top(browser: Browser) -> None:
+    alerts = browser.json("/")["alerts"]
+    assert {(each["rule"], each["rank"], each["host"]) for each in alerts} >= {("slow_rank", SLOW_RANK, "host-1")}
+    text = browser.get("/").text
+    assert text.index("slow_rank") < text.index("STEP CREATED")
+
+
+def test_a_poll_without_news_is_answered_in_short(root: Path) -> None:
+    browser = Browser(root)
+    answer = browser.client.get("/")
+    again = {"If-None-Match": answer.headers["etag"]}
+    assert browser.client.get("/", headers=again).status_code == 304
+    api.tag(root, 300, "release")
+    fresh = browser.client.get("/", headers=again)
+    assert fresh.status_code == 200 and "release" in fresh.text
+    assert fresh.headers["etag"] != answer.headers["etag"]
+
+
+def test_manifests_and_reports_are_read_once(root: Path) -> None:
+    """A poll that finds news reads the new step alone: files that it read before may be unreadable by then."""
+    browser = Browser(root)
+    assert len(browser.json("/")["steps"]) == 6
+    for path in [*root.glob("step-*/manifest.json"), *root.glob("step-*/reports/*.json")]:
+        if "step-000000000500" not in str(path):
+            path.write_bytes(path.read_bytes()[:-40] + b"x" * 40)
+    shutil.copytree(root / "step-000000000500", root / "step-000000000600")
+    steps = {each["name"]: each for each in browser.json("/")["steps"]}
+    assert steps["100"]["status"] == "committed" and steps["100"]["work"]["world_size"] == RANKS
+    assert steps["600"]["status"] == "damaged", "the manifest of a new folder is read: it names another step"
+
+
+def test_under_way_is_told_by_lease_and_folders_and_by_events(root: Path, tmp_path: Path) -> None:
+    attempt = root / "step-000000000900" / "00112233445566aa" / "parts"
+    attempt.mkdir(parents=True)
+    for rank in (0, 2):
+        (attempt / f"r{rank:05d}.msgpack").write_bytes(b"part")
+    document = Browser(root).json("/")
+    assert document["under_way"] == [], "the writer has released its lease: nothing is under way"
+    assert [each["rule"] for each in document["alerts"] if each["step"] == 900] == ["failing"]
+    _hold_lease(root)
+    (each,) = Browser(root).json("/")["under_way"]
+    assert (each["verb"], each["step"], each["phase"], each["told_by"]) == ("save", 900, "write", "lease and folders")
+    assert (each["ranks"], each["world_size"]) == ([1], 3)
+    lines = tmp_path / "events.jsonl"
+    began = {"event": "began", "verb": "save", "step": 900, "world_size": 3, "time": "2026-01-01T00:00:00+00:00"}
+    ended = {"event": "ended", "verb": "load", "step": 100, "world_size": 3, "time": "2026-01-01T00:00:00+00:00"}
+    rows = [{**began, "rank": rank} for rank in range(3)] + [{**ended, "rank": 1, "host": "worker-b"}]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows) + "damaged\n")
+    browser = Browser(root, events=[str(lines)])
+    (each,) = browser.json("/")["under_way"]
+    assert each["told_by"] == "events and folders"
+    assert (each["ranks"], each["hosts"], each["since_unix_seconds"]) == ([1], ["worker-b"], 1767225600.0)
+    page = browser.get("/")
+    assert "waits for rank 1 of 3 on worker-b" in page.text and "line 5 is damaged" in page.text
+
+
+def _hold_lease(root: Path) -> None:
+    """Let this process hold the lease as far as its files tell."""
+    for path in (root / "epochs").glob("*.beat"):
+        path.write_bytes(b"7\n")
+
+
+def test_a_removed_step_says_when_it_went(root: Path) -> None:
+    browser = Browser(root)
+    browser.get("/run/0/step?step=100")
+    shutil.rmtree(root / "step-000000000100")
+    browser.get("/")
+    assert "was removed at 20" in browser.get("/run/0/step?step=100", 404).text
+
+
+def test_a_silent_store_leaves_the_page_with_its_age(root: Path) -> None:
+    browser = Browser(root)
+    browser.get("/")
+    os.rename(root, root.with_name("away"))
+    page = browser.get("/")
+    assert "the page shows the run as of" in page.text and "300" in page.text
+    os.rename(root.with_name("away"), root)
+    assert "the page shows the run as of" not in browser.get("/").text
+
+
+def test_a_folder_of_runs_and_one_checkpoint(pristine: Path, tmp_path: Path) -> None:
+    shutil.copytree(pristine, tmp_path / "runs" / "a")
+    shutil.copytree(pristine, tmp_path / "runs" / "b")
+    alone = tmp_path / "alone"
+    shutil.copytree(pristine / "step-000000000300", alone)
+    browser = Browser(tmp_path / "runs", alone)
+    page = browser.get("/")
+    assert [each for each in page.links if each.startswith("/run/")] == ["/run/0", "/run/1", "/run/2"]
+    assert "step 300" in browser.get("/run/2").text
+    assert "/run/2/tensor?step=-&name=half" in browser.get("/run/2/tensors?step=-").links
+    assert "equal" in browser.get("/run/0/diff?step=300&subject=2").text
