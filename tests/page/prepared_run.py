@@ -71,7 +71,7 @@ def prepare(folder: Path) -> PreparedRun:
     assert printed, "the first job ended too early"
     time.sleep(0.6)  # The other rank waits for its disk.
     os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
+    killed.communicate()
     # torchrun gives each rank a session of its own.
     subprocess.run(["pkill", "-9", "-f", f"tests.page.prepared_trainer {folder}"], check=False)
     _finish(start(folder, "--until", "24"), 0)
