@@ -37,7 +37,7 @@ Facts = dict[str, Any]
 
 
 def shown(value: object) -> object:
-    """Return text of strangers without control characters; a template escapes the markup in it."""
+    """Return text of strangers without control characters; a template escapes the markup."""
     return errors.printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
@@ -48,7 +48,7 @@ def link(base: str, **query: object) -> str:
 
 
 def environment() -> jinja2.Environment:
-    """Return the templates, with the words that they use."""
+    """Return the templates, with the words in use there."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         finalize=shown, undefined=jinja2.StrictUndefined,
@@ -76,11 +76,9 @@ class Pages:
             token: The token; empty without one.
             hosts: Values of `Host` that are accepted.
         """
-        views = (run_page, step_page, tensors_page, tensor_page, diff_page, trace_page)
-        paths = ("", "/step", "/tensors", "/tensor", "/diff", "/trace")
-        routes = [
-            Route(f"/run/{{subject:int}}{path}", self._endpoint(view)) for path, view in zip(paths, views, strict=True)
-        ]
+        views = (step_page, tensors_page, tensor_page, diff_page, trace_page)
+        paths = {f"/{view.__name__.removesuffix('_page')}": view for view in views} | {"": run_page}
+        routes = [Route("/run/{subject:int}" + path, self._endpoint(view)) for path, view in paths.items()]
         routes.append(Route("/", self._endpoint(first_page)))
         static = Mount("/static", StaticFiles(directory=_HERE / "static"))
         handlers: Any = {HTTPException: self._refused, Exception: self._refused}
@@ -94,7 +92,7 @@ class Pages:
                     raise MissingError(f"there is no run {number}; expected a number below {len(self.subjects)}")
                 template, facts = view(self, request, self.subjects[number])
                 return self._answer(
-                    request, template, {"path": self.subjects[number].path, **facts} if template else facts
+                    request, template, facts | ({"path": self.subjects[number].path} if template else {})
                 )
             except CheckpointError as error:
                 return self._refused(request, error)
@@ -117,11 +115,11 @@ class Pages:
         number = 0 if request is None else request.path_params.get("subject", 0)
         where = {"base": base, "number": number, "run_base": f"{base}/run/{number}", "here": request}
         query = defaultdict(str, {} if request is None else request.query_params)
-        subjects = [subject.path for subject in self.subjects]
-        return self.templates.get_template(template).render(**where, query=query, subjects=subjects, **facts)
+        where |= {"query": query, "subjects": [subject.path for subject in self.subjects]}
+        return self.templates.get_template(template).render(where | facts)
 
     def _refused(self, request: Request, error: Exception) -> Response:
-        status, text = 500, "an error of Holdfast: its log has the traceback"
+        status, text = 500, "an error of Holdfast: the log of the command has the traceback"
         if isinstance(error, HTTPException):
             status, text = error.status_code, error.detail
         elif isinstance(error, CheckpointError):
@@ -135,12 +133,12 @@ def first_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, F
 
 
 def run_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
-    """Return the steps of a run, its alerts, its work under way and its timelines; of one checkpoint its facts."""
+    """Return steps, alerts, work under way and timelines of a run; for one checkpoint its facts."""
     return ("run.html", subject.refresh()) if subject.watch is not None else step_page(pages, request, subject)
 
 
 def step_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
-    """Return the facts about one checkpoint, and the heat map and timelines of one of its saves, loads and drains."""
+    """Return the facts about one checkpoint, and the heat map and timelines of one save, load or drain."""
     step, query = _known(subject, request.query_params.get("step", "")), request.query_params
     checkpoint = subject.checkpoint(step)
     stored = [*api.reports(subject.path, None if step == "-" else checkpoint.step, settings=subject.settings)]

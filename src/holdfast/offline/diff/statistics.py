@@ -92,29 +92,22 @@ def statistics(checkpoint: Checkpoint, fqn: str, *, observer: Observer | None = 
                 yield np.abs(wide).astype(np.float64) if wide.dtype.kind == "c" else wide.astype(np.float64)
             progress.add(sum(window.bytes for window in batch))
 
-    counts = dict.fromkeys(("elements", "zeros", "nan", "infinite"), 0)
-    ends: list[list[float]] = []
-    low, high, total, squares, finite_count = math.inf, -math.inf, 0.0, 0.0, 0
+    counts, ends, sums = np.zeros(4, np.int64), list[list[float]](), np.zeros(2)
+    low, high = math.inf, -math.inf
     with np.errstate(all="ignore"):
         for block in numbers():
-            finite = block[np.isfinite(block)]
-            nan = int(np.isnan(block).sum())
-            found = (len(block), len(block) - int(np.count_nonzero(block)), nan, len(block) - len(finite) - nan)
-            counts = {name: counts[name] + count for name, count in zip(counts, found, strict=True)}
+            finite, nan = block[np.isfinite(block)], np.isnan(block).sum()
+            counts += len(block), (block == 0).sum(), nan, len(block) - len(finite) - nan
             low, high = min(low, finite.min(initial=math.inf)), max(high, finite.max(initial=-math.inf))
-            total, squares = total + float(finite.sum()), squares + float(np.square(finite).sum())
-            finite_count += len(finite)
+            sums += finite.sum(), np.square(finite).sum()
             ends = [ends[0] if ends else block[:_CORNER].tolist(), block[-_CORNER:].tolist()]
-        bins = np.zeros(BINS, np.int64)
+        elements, zeros, nan, infinite = map(int, counts)
+        bins, finite_count = np.zeros(BINS, np.int64), elements - nan - infinite
+        limits = (low, high) if low < high else (low - 1, high + 1)
         for block in numbers() if finite_count else ():
-            bins += np.histogram(block[np.isfinite(block)], BINS, (low, high) if low < high else (low - 1, high + 1))[0]
+            bins += np.histogram(block[np.isfinite(block)], BINS, limits)[0]
+    low, high, mean = (low, high, sums[0] / finite_count) if finite_count else (math.nan,) * 3
     return TensorStatistics(
-        total_elements=spec.global_bytes // spec.itemsize,
-        min=float(low) if finite_count else math.nan,
-        max=float(high) if finite_count else math.nan,
-        mean=total / finite_count if finite_count else math.nan,
-        norm=math.sqrt(squares),
-        histogram=tuple(bins.tolist()),
-        corners=tuple(map(tuple, ends)),
-        **counts,
-    )
+        elements, spec.global_bytes // spec.itemsize, float(low), float(high), float(mean), float(math.sqrt(sums[1])),
+        zeros, nan, infinite, tuple(bins.tolist()), tuple(map(tuple, ends)),
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -182,9 +182,9 @@ def run_record(store: Store) -> RunRecord:
     ]
     if timelines is None:
         timelines = arranged(_stored(record) for record in records if record.committed)
-    stated = timeline_records(store, fence) if fence.has_timelines else ()
-    discarded = {each for record in stated for each in record.discarded}
-    records = _with_superseded(_with_holders(records), timelines.superseded, discarded)
+    records = _with_superseded(_with_holders(records), timelines.superseded)
+    gone = {digest for each in timeline_records(store, fence) for _, digest in each.discarded}
+    records = [replace(each, discarded=each.manifest is not None and each.manifest.digest in gone) for each in records]
     agent = None
     if isinstance(store, TwoRoots):
         records = [_placed(store, record) for record in records]
@@ -236,19 +236,11 @@ def _with_holders(records: Sequence[StepRecord]) -> list[StepRecord]:
     ]
 
 
-def _with_superseded(
-    records: Sequence[StepRecord], superseded: Iterable[StoredManifest], discarded: Collection[tuple[int, str]]
-) -> list[StepRecord]:
-    """Return the records by ascending step, those of superseded and of discarded steps marked."""
+def _with_superseded(records: Sequence[StepRecord], superseded: Iterable[StoredManifest]) -> list[StepRecord]:
+    """Return the records by ascending step, those of superseded steps marked."""
     left_behind = {manifest.digest for manifest in superseded}
     marked = [
-        record
-        if record.manifest is None
-        else replace(
-            record,
-            superseded=record.manifest.digest in left_behind,
-            discarded=(record.step, record.manifest.digest) in discarded,
-        )
+        record if record.manifest is None else replace(record, superseded=record.manifest.digest in left_behind)
         for record in records
     ]
     return sorted(marked, key=lambda record: (record.step, record.manifest.timeline.number if record.manifest else 0))

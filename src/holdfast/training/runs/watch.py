@@ -11,11 +11,18 @@ from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Holder
 from holdfast.base.types.events import RankReport
-from holdfast.core.format.names import EPOCHS_FOLDER, PARTS_FOLDER, SUPERSEDED_FOLDER, rank_of_part, step_folder
+from holdfast.core.format.names import (
+    EPOCHS_FOLDER,
+    MANIFEST_FILE,
+    PARTS_FOLDER,
+    SUPERSEDED_FOLDER,
+    rank_of_part,
+    step_folder,
+)
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.stored.leases.process import can_be_seen, is_gone
 from holdfast.stored.repository import epochs
-from holdfast.stored.repository.catalog import steps_among
+from holdfast.stored.repository.catalog import exists, steps_among
 from holdfast.stored.repository.quarantine import QUARANTINE
 from holdfast.stored.repository.reports import reports_in
 from holdfast.stored.repository.tags import TAGS_FOLDER
@@ -31,7 +38,6 @@ _MOVING = (SUPERSEDED_FOLDER, TIMELINES_FOLDER, EPOCHS_FOLDER)
 """Folders that change when manifests move, or when another process begins to write."""
 
 _STEPS_LOOKED_AT, _UNFINISHED_LOOKED_AT, _RECENT = 3, 64, 64
-_State = Literal["holds", "silent", "released", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class LeaseWriter:
     holder: Holder
     """The process."""
 
-    state: _State
+    state: Literal["holds", "silent", "released", "gone"]
     """`holds`: as far as is known. `silent`: no heartbeat for the lease time. `released`, or `gone` without that."""
 
 
@@ -86,7 +92,8 @@ class RunWatch:
         self._record: RunRecord | None = None
         self._newest: list[StepRecord] = []
         """The steps whose manifests can be read, the newest save first."""
-        self._unfinished: list[int] = []
+        self._unfinished: list[StepRecord] = []
+        self._news = 0
         self._facts: list[StepFact] = []
         self._seen: tuple[Sequence[int], Mapping[str, object], object] = (), {}, None
         self._beat: tuple[int, bytes | None, float] = 0, None, 0.0
@@ -108,9 +115,7 @@ class RunWatch:
         self.events.refresh()
         folders = self._store.folders("")
         steps, before = steps_among(folders), self._seen
-        small = {
-            folder: self._listed(folder) for folder in (*_MOVING, TAGS_FOLDER, QUARANTINE) if folder[:-1] in folders
-        }
+        small = {each: self._listed(each) for each in (*_MOVING, TAGS_FOLDER, QUARANTINE) if each[:-1] in folders}
         self.writer = self._read_writer()
         has_moved = any(small.get(folder) != before[1].get(folder) for folder in _MOVING)
         for place in self._places:
@@ -119,7 +124,8 @@ class RunWatch:
             self._record, self._facts = run_record(self._store), []
             records = (each for each in self._record.steps if each.manifest and not each.fenced)
             self._newest = sorted(records, key=_created, reverse=True)
-            self._unfinished = [each.step for each in self._record.steps if not each.manifest or each.leftovers]
+            self._unfinished = [each for each in self._record.steps if not each.manifest or each.leftovers]
+            self._news += 1
             self._seen = steps, small, self._in_steps(self._watched(steps))
         return self._record
 
@@ -127,7 +133,7 @@ class RunWatch:
     def version(self) -> str:
         """A text that changes with the news: of the listing, the writer and the saves that were read."""
         state = None if self.writer is None else self.writer.state
-        return f"{id(self._record)} {state} {len(self.works)} {hash(self._seen[2])} {len(self.events.failed)}"
+        return f"{self._news} {state} {len(self.works)} {len(self.events.failed)}"
 
     def read_saves(self, limit: int) -> int:
         """Read the reports of the newest saves that were not read before; return how many saves are left.
@@ -154,27 +160,21 @@ class RunWatch:
         work = None if last is None else self.works.get(_key(last))
         hosts = {} if work is None else {rank.rank: rank.host for rank in work.ranks}
         hosts |= self.events.hosts
-        begun = (
-            {each.step: each for each in self._record.steps if each.leftovers and each.manifest is None}
-            if self._unfinished
-            else {}
-        )
-        begun = {step: each for step, each in begun.items() if last is None or step > last.step}
+        usual = last.manifest.world_size if last is not None and last.manifest is not None else 1
+        begun = [each for each in self._unfinished if each.leftovers and not each.manifest]
+        of_step = {each.step: each for each in begun if last is None or each.step > last.step}
         found = []
-        for verb, step in dict.fromkeys([*self.events.open, *(("save", step) for step in begun)]):
+        for verb, step in dict.fromkeys([*self.events.open, *(("save", step) for step in of_step)]):
             told = self.events.open.get((verb, step), {})
-            record = begun.get(-1 if step is None else step) if verb == "save" else None
+            record = of_step.get(-1 if step is None else step) if verb == "save" else None
             voted = set() if record is None else self._voted(record)
-            size = max((line.world_size for line in told.values()), default=0)
-            size = size or max(
-                last.manifest.world_size if last and last.manifest else 1, *(each + 1 for each in voted), 1
-            )
-            ranks = tuple(rank for rank in told or range(size) if rank not in voted)
+            sizes = [line.world_size for line in told.values()] or [usual, *(each + 1 for each in voted)]
+            ranks = tuple(rank for rank in told or range(max(sizes)) if rank not in voted)
             phase = "" if record is None else "write" if ranks else "commit"
             since = min((line.time.timestamp() for line in told.values()), default=None)
             names = tuple(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
             source = "lease and folders" if not told else "events" if record is None else "events and folders"
-            found.append(UnderWay(verb, step, phase, since, size, tuple(sorted(ranks)), names, source))
+            found.append(UnderWay(verb, step, phase, since, max(sizes), tuple(sorted(ranks)), names, source))
         return found
 
     def free_bytes(self) -> int | None:
@@ -211,36 +211,32 @@ class RunWatch:
         """Return the steps in whose folders news may be: the newest ones, and those without a manifest."""
         last = next((each.step for each in self._newest), 0)
         behind = [step for step in steps if step >= last][:_STEPS_LOOKED_AT]
-        watched = {*steps[-_STEPS_LOOKED_AT:], *self._unfinished[-_UNFINISHED_LOOKED_AT:], *behind}
+        watched = {*steps[-_STEPS_LOOKED_AT:], *behind}
+        watched |= {each.step for each in self._unfinished[-_UNFINISHED_LOOKED_AT:]}
         return sorted(watched & {*steps})
 
-    def _in_steps(self, steps: Sequence[int]) -> tuple[object, ...]:
-        found: list[object] = []
+    def _in_steps(self, steps: Sequence[int]) -> object:
+        found = []
         for folder in map(step_folder, steps):
             attempts = self._store.folders(folder)
             parts = [entry.key for each in attempts for entry in self._store.list(f"{folder}{each}/{PARTS_FOLDER}")]
-            sizes: list[int] = []
-            with suppress(CheckpointError):
-                sizes.append(self._store.size(f"{folder}manifest.json"))
-            found.append((folder, *attempts, *parts, *sizes))
-        return tuple(found)
+            found.append((folder, attempts, parts, exists(self._store, f"{folder}{MANIFEST_FILE}")))
+        return found
 
     def _read_writer(self) -> LeaseWriter | None:
+        epoch = None
         with suppress(CheckpointError):
-            number = epochs.newest_epoch(self._store)
-            if number and (epoch := epochs.read_epoch(self._store, number)) is not None:
-                return LeaseWriter(epoch.holder, self._state(number, epoch.holder))
-        return None
-
-    def _state(self, number: int, holder: Holder) -> _State:
-        beat, now = epochs.read_heartbeat(self._store, number), self._clock.monotonic_seconds()
-        if self._beat[:2] != (number, beat):
-            self._beat = number, beat, now
+            epoch = epochs.read_epoch(self._store, number) if (number := epochs.newest_epoch(self._store)) else None
+        if epoch is None:
+            return None
+        holder, now = epoch.holder, self._clock.monotonic_seconds()
+        beat = epochs.read_heartbeat(self._store, epoch.number)
+        if self._beat[:2] != (epoch.number, beat):
+            self._beat = epoch.number, beat, now
         if beat == epochs.RELEASED:
-            return "released"
-        if can_be_seen(holder):
-            return "gone" if is_gone(holder) else "holds"
-        return "silent" if now - self._beat[2] > holder.lease_seconds else "holds"
+            return LeaseWriter(holder, "released")
+        is_silent = not can_be_seen(holder) and now - self._beat[2] > holder.lease_seconds
+        return LeaseWriter(holder, "gone" if is_gone(holder) else "silent" if is_silent else "holds")
 
     def _read_save(self, record: StepRecord) -> Work | None:
         folder, reports = step_folder(record.step), list[RankReport]()

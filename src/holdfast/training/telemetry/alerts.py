@@ -9,7 +9,7 @@ from statistics import median
 
 from holdfast.base.types.epoch import Holder
 from holdfast.base.types.manifest import Parent
-from holdfast.base.types.timeline import Timeline
+from holdfast.base.types.timeline import FIRST_TIMELINE, Timeline
 from holdfast.errors import InvalidError, counted, first_three, shown_bytes
 from holdfast.training.telemetry.event_lines import EventLine
 from holdfast.training.telemetry.log_lines import shown_seconds
@@ -77,11 +77,10 @@ class AlertRules:
     def __post_init__(self) -> None:
         """Check each threshold."""
         for each in fields(self):
-            value = getattr(self, each.name)
-            if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise InvalidError(f"AlertRules({each.name}={value!r}): expected a finite number, 0 or more")
-        if self.window not in range(1, WINDOW_MAX + 1):
-            raise InvalidError(f"AlertRules(window={self.window}): expected a number of saves from 1 to {WINDOW_MAX}")
+            value, is_window = getattr(self, each.name), each.name == "window"
+            least, most = (1, WINDOW_MAX) if is_window else (0, 1e18)
+            if not isinstance(value, int if is_window else int | float) or not least <= value <= most:
+                raise InvalidError(f"AlertRules({each.name}={value!r}): expected a number from {least} to {most:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class StepFact:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Its metrics."""
 
-    timeline: Timeline = Timeline()
+    timeline: Timeline = FIRST_TIMELINE
     """Its timeline."""
 
     parent: Parent | None = None
@@ -238,7 +237,7 @@ def _saves(now: Situation, rules: AlertRules) -> Iterator[Alert]:
 def _slow_ranks(saves: Sequence[Work], rules: AlertRules) -> Iterator[Alert]:
     slow: dict[int, list[Work]] = {}
     for save in saves:
-        limit = max(rules.slow_rank_ratio * save.median_own_seconds, rules.slow_rank_seconds)
+        limit = max(rules.slow_rank_ratio * save.extremes["median"].own_seconds, rules.slow_rank_seconds)
         for rank in save.ranks:
             if rank.own_seconds > limit:
                 slow.setdefault(rank.rank, []).append(save)
@@ -246,7 +245,7 @@ def _slow_ranks(saves: Sequence[Work], rules: AlertRules) -> Iterator[Alert]:
         if len(found) >= max(rules.slow_rank_saves, 1):
             save = found[0]
             rank = next(each for each in save.ranks if each.rank == number)
-            seconds, usual = rank.own_seconds, save.median_own_seconds
+            seconds, usual = rank.own_seconds, save.extremes["median"].own_seconds
             text = f"worked {shown_seconds(seconds)}, the median rank {shown_seconds(usual)}"
             text += f", in {len(found)} of {len(saves)} saves; longest in {rank.longest_phase}"
             numbers = {"seconds": seconds, "median_seconds": usual, "saves": len(found)}

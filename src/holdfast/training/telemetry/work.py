@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from statistics import median, median_low
 from typing import Any
 
 from holdfast.base.types.events import Phase, RankReport, Verb
@@ -32,9 +32,6 @@ class RankWork:
 
     held_seconds: float
     """Seconds for which a save blocked training; 0 for a load or drain."""
-
-    bytes: int
-    """Bytes that the rank moved."""
 
     bytes_per_second: float
     """Bytes per second of the phases that move bytes."""
@@ -84,29 +81,15 @@ class Work:
         return max(rank.held_seconds for rank in self.ranks)
 
     @property
-    def median_own_seconds(self) -> float:
-        """Own work of the median rank; of two ranks the faster one, so that the slower one stands out."""
-        return median_low(rank.own_seconds for rank in self.ranks)
-
-    @property
     def throttled(self) -> int:
         """Requests of all ranks that the store refused or left unanswered under load."""
         return sum(rank.throttled for rank in self.ranks)
 
     @property
     def extremes(self) -> dict[str, RankWork]:
-        """The slowest, the median and the fastest rank by own work."""
+        """The slowest, the median and the fastest rank by own work. Of two ranks the faster one is the median."""
         ordered = sorted(self.ranks, key=lambda rank: (-rank.own_seconds, rank.rank))
         return {"slowest": ordered[0], "median": ordered[len(ordered) // 2], "fastest": ordered[-1]}
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """Names of all phases, in the order in which they began, most often."""
-        places: dict[str, list[int]] = {}
-        for rank in self.ranks:
-            for place, name in enumerate(rank.phases):
-                places.setdefault(name, []).append(place)
-        return tuple(sorted(places, key=lambda name: median(places[name])))
 
 
 def works_of(reports: Iterable[RankReport]) -> list[Work]:
@@ -121,20 +104,15 @@ def works_of(reports: Iterable[RankReport]) -> list[Work]:
     found: dict[tuple[str, str], dict[int, RankReport]] = {}
     for report in reports:
         found.setdefault((report.operation.verb, report.id), {})[report.operation.rank] = report
-    works = [_work([of_rank[rank] for rank in sorted(of_rank)]) for of_rank in found.values()]
+    works = []
+    for (_, id_), of_rank in found.items():
+        operation, began = (
+            next(iter(of_rank.values())).operation,
+            min(each.began_unix_seconds for each in of_rank.values()),
+        )
+        ranks = tuple(_rank_work(of_rank[rank]) for rank in sorted(of_rank))
+        works.append(Work(operation.verb, id_, operation.step, operation.world_size, began, ranks))
     return sorted(works, key=lambda work: -work.began_unix_seconds)
-
-
-def _work(reports: Sequence[RankReport]) -> Work:
-    first = reports[0]
-    return Work(
-        first.operation.verb,
-        first.id,
-        first.operation.step,
-        first.operation.world_size,
-        min(report.began_unix_seconds for report in reports),
-        tuple(map(_rank_work, reports)),
-    )
 
 
 def _rank_work(report: RankReport) -> RankWork:
@@ -142,25 +120,15 @@ def _rank_work(report: RankReport) -> RankWork:
     for phase in report.phases:
         phases[phase.name] = phases.get(phase.name, 0.0) + phase.seconds
     facts: dict[str, Any] = dict(report.facts)
-    try:
-        waits = float(facts.get("staged_seconds", 0)), float(facts.get("fence_seconds", 0))
-        held = (
-            blocked_seconds(facts.get("staging", ""), *waits, report.phases) if report.operation.verb == "save" else 0.0
-        )
+    held, throttled = 0.0, 0
+    with suppress(TypeError, ValueError, OverflowError):  # Reports come from strangers, and facts are of any type.
         throttled = int(facts.get("throttled", 0))
-    except (TypeError, ValueError, OverflowError):  # Reports come from strangers, and facts are of any type.
-        held, throttled = 0.0, 0
-    return RankWork(
-        rank=report.operation.rank,
-        host=report.host,
-        seconds=report.seconds,
-        own_seconds=_covered(phase for phase in report.phases if phase.name in _OWN),
-        held_seconds=held,
-        bytes=report.bytes,
-        bytes_per_second=report.bytes_per_second,
-        throttled=throttled,
-        phases=phases,
-    )
+        waits = float(facts.get("staged_seconds", 0)), float(facts.get("fence_seconds", 0))
+        if report.operation.verb == "save":
+            held = blocked_seconds(facts.get("staging", ""), *waits, report.phases)
+    own, rank = _covered(phase for phase in report.phases if phase.name in _OWN), report.operation.rank
+    speed = report.bytes_per_second
+    return RankWork(rank, report.host, report.seconds, own, held, speed, throttled, phases)
 
 
 def _covered(phases: Iterable[Phase]) -> float:
