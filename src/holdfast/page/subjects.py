@@ -80,7 +80,8 @@ class Subject:
         with self._lock:
             found = self._opened.pop(step, None)
         if found is None or found.is_overwritten:
-            found = api.open_checkpoint(self.path, step=None if step == "-" else step, settings=self.settings)
+            path = self.path if self.watch is None else self.watch.place_of(step)
+            found = api.open_checkpoint(path, step=None if step == "-" else step, settings=self.settings)
         with self._lock:
             self._opened = dict([*self._opened.items(), (step, found)][-_OPENED_MAX:])
         return found

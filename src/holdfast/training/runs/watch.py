@@ -129,6 +129,12 @@ class RunWatch:
             self._seen = steps, small, self._in_steps(self._watched(steps))
         return self._record
 
+    def place_of(self, name: str) -> str:
+        """Return the URL at which a step can be opened: of the near tier if the root lacks the step."""
+        steps = () if self._record is None else self._record.steps
+        is_near = any(each.name == name and each.places == ("near",) for each in steps)
+        return self._store.near.url if is_near and isinstance(self._store, TwoRoots) else self._store.url
+
     @property
     def version(self) -> str:
         """A text that changes with the news: of the listing, the writer and the saves that were read."""
