@@ -17,11 +17,7 @@ from holdfast.training.telemetry.event_lines import EventLines
 
 
 def watch_run(
-    root: wiring.Path,
-    *,
-    events: Iterable[str] = (),
-    near: str | None = None,
-    settings: Settings = wiring.DEFAULT_SETTINGS,
+    root: wiring.Path, *, events: Iterable[str] = (), settings: Settings = wiring.DEFAULT_SETTINGS
 ) -> RunWatch:
     """Return a watch over a run, which reads news alone and writes nothing. Needs no torch.
 
@@ -31,12 +27,11 @@ def watch_run(
     Args:
         root: The folder of the run.
         events: Files of lines that `holdfast.observers.jsonl` writes.
-        near: The near tier of the run; None for the folder that the root names, if this host has it.
         settings: How to reach storage.
     Raises:
         MissingError: There is no such file of events.
     """
-    return RunWatch(wiring.run_of(wiring.store_at(root, settings), settings, near), SystemClock(), EventLines(events))
+    return RunWatch(wiring.run_of(wiring.store_at(root, settings), settings), SystemClock(), EventLines(events))
 
 
 def alerts(
@@ -44,7 +39,6 @@ def alerts(
     *,
     rules: AlertRules | None = None,
     events: Iterable[str] = (),
-    near: str | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> list[Alert]:
     """Return the alerts of a run: stalled, slow, failing, damaged and others. Read-only, needs no torch.
@@ -56,25 +50,20 @@ def alerts(
         root: The folder of the run.
         rules: The thresholds; None for the defaults.
         events: Files of lines that `holdfast.observers.jsonl` writes: they tell which saves failed, and why.
-        near: The near tier of the run; None for the folder that the root names, if this host has it.
         settings: How to reach storage.
     Raises:
         MissingError: The path holds no run, or there is no such file of events.
         InvalidError: The path is one checkpoint.
         UnavailableError: Storage failed.
     """
-    watch = watch_run(root, events=events, near=near, settings=settings)
+    watch = watch_run(root, events=events, settings=settings)
     watch.refresh()
     watch.read_saves(WINDOW_MAX + USUAL)
     return watch.alerts(rules or AlertRules())
 
 
 def reports(
-    path: wiring.Path,
-    step: int | None = None,
-    *,
-    begins: str = "",
-    settings: Settings = wiring.DEFAULT_SETTINGS,
+    path: wiring.Path, step: int | None = None, *, settings: Settings = wiring.DEFAULT_SETTINGS
 ) -> Iterator[tuple[str, RankReport | CheckpointError]]:
     """Yield the reports of saves, loads and drains beside a checkpoint by key; for an unreadable one the error.
 
@@ -84,10 +73,11 @@ def reports(
     Args:
         path: The checkpoint; with `step` the root of a run.
         step: The step of the run.
-        begins: Only files whose names begin like this: `save-`, `load-` or `drain-`, and an id.
         settings: How to reach storage.
     Raises:
         CheckpointError: The folder cannot be listed.
     """
-    store = wiring.run_of(wiring.store_at(path, settings), settings)
-    return reports_in(store, "" if step is None else step_folder(step), begins)
+    store = wiring.store_at(path, settings)
+    if step is None:
+        return reports_in(store, "")
+    return reports_in(wiring.run_of(store, settings), step_folder(step))

@@ -130,8 +130,6 @@ def _run_notes(run: RunRecord, loadable: Sequence[StepRecord]) -> Iterator[tuple
         if log.steps and log.reach >= newest:
             segments = counted(len(log.segments), "segment")
             yield "", f"{log.base} + log to {log.reach}: {shown_bytes(log.bytes)} in {segments}"
-    if run.agent is not None:
-        yield from agent_notes(run.agent)
 
 
 def agent_notes(status: AgentStatus) -> Iterator[tuple[Tone, str]]:

@@ -56,7 +56,7 @@ def environment() -> jinja2.Environment:
     made.filters |= {"bytes": errors.shown_bytes, "ranks": errors.shown_ranks, "seconds": api.shown_seconds}
     made.filters["number"] = lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
     made.filters["time"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(at, 0), 1e11)))
-    made.globals |= {"link": link, "counted": errors.counted, "value_text": api.value_text, "cells_max": CELLS_MAX}
+    made.globals |= {"link": link, "counted": errors.counted, "value_text": api.value_text, "agent_notes": api.agent_notes, "cells_max": CELLS_MAX}
     made.filters["zip"] = zip
     made.globals["asset"] = lambda name: Markup((_HERE / "static" / name).read_text(encoding="utf-8"))
     return made
@@ -129,7 +129,11 @@ class Pages:
 
 def first_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
     """Return the list of runs; with one run the run."""
-    return ("subjects.html", {}) if len(pages.subjects) > 1 else run_page(pages, request, subject)
+    return (
+        ("subjects.html", {"subjects": [each.path for each in pages.subjects]})
+        if len(pages.subjects) > 1
+        else run_page(pages, request, subject)
+    )
 
 
 def run_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
@@ -141,8 +145,8 @@ def step_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Fa
     """Return the facts about one checkpoint, and the heat map and timelines of one save, load or drain."""
     step, query = _known(subject, request.query_params.get("step", "")), request.query_params
     checkpoint = subject.checkpoint(step)
-    stored = [*api.reports(subject.path, None if step == "-" else checkpoint.step, settings=subject.settings)]
-    reports = [report for _, report in stored if not isinstance(report, CheckpointError)]
+    stored = subject.reports(step)
+    reports = [report for report in stored if not isinstance(report, CheckpointError)]
     works = {f"{work.verb}-{work.id}": work for work in api.works_of(reports)}
     chosen = query.get("work", f"save-{checkpoint.manifest.attempt}")
     chosen = chosen if chosen in works else next(iter(works), "")
@@ -153,8 +157,9 @@ def step_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Fa
     return "step.html", {
         "step": step, "facts": api.provenance(checkpoint), "works": [*works], "work": works.get(chosen), "ranks": ranks,
         "timelines": {each.operation.rank: each for each in of_work if each.operation.rank in ranks.values()},
-        "codings": checkpoint.codings, "values": api.value_lines(checkpoint.objects, whole_names=False),
-        "unreadable": [str(each) for _, each in stored if isinstance(each, CheckpointError)],
+        "codings": {each.operation.rank: each.codings for each in of_work if each.codings},
+        "values": api.value_lines(checkpoint.objects, whole_names=False),
+        "unreadable": [str(each) for each in stored if isinstance(each, CheckpointError)],
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from holdfast.observers import Event, Progress
 from holdfast.settings import Settings
 
 _ANSWER_SECONDS, _DONE_SECONDS = 10.0, 0.5
-_SAVES_AT_ONCE = 40
+_SAVES_AT_ONCE, _FRESH_SECONDS = 40, 10.0
 _OPENED_MAX, _RESULTS_MAX = 4, 16
 
 
@@ -30,6 +30,7 @@ class Subject:
         self._facts: dict[str, Any] = {}
         self._run: api.RunRecord | None = None
         self._opened: dict[str, api.Checkpoint] = {}
+        self._reports: dict[str, tuple[float, list[Any]]] = {}
         self._thread = ThreadPoolExecutor(1, "holdfast-page")
         self._pending: Future[None] | None = None
         self._lock = Lock()
@@ -63,7 +64,8 @@ class Subject:
         self._run = run
         self._facts = {
             **facts, "alerts": alerts, "under_way": under_way, "writer": watch.writer, "left": left,
-            "free_bytes": watch.free_bytes(), "has_events": bool(watch.events.paths), "as_of": time.time(),
+            "free_bytes": watch.free_bytes(), "agent": watch.agent(), "has_events": bool(watch.events.paths),
+            "as_of": time.time(),
             "damaged": [*watch.events.damaged, *map(str, watch.unreadable.values())],
             "version": f"{watch.version} {said} {under_way}",
         }  # fmt: skip
@@ -84,6 +86,16 @@ class Subject:
             found = api.open_checkpoint(path, step=None if step == "-" else step, settings=self.settings)
         with self._lock:
             self._opened = dict([*self._opened.items(), (step, found)][-_OPENED_MAX:])
+        return found
+
+    def reports(self, step: str) -> list[Any]:
+        """Return the reports beside a checkpoint, and errors for unreadable ones; read a moment ago at the earliest."""
+        at, found = self._reports.get(step, (-_FRESH_SECONDS, []))
+        checkpoint = self.checkpoint(step)
+        if checkpoint.manifest.attempt and time.monotonic() - at > _FRESH_SECONDS:
+            number = None if step == "-" else checkpoint.step
+            found = [each for _, each in api.reports(self.path, number, settings=self.settings)]
+            self._reports = {step: (time.monotonic(), found)}
         return found
 
 

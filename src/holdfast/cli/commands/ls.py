@@ -37,7 +37,7 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
         screen.table(table.columns, table.rows, [STYLES[tone] for tone in table.tones])
     else:
         screen.line("no committed step yet")
-    for tone, text in table.notes:
+    for tone, text in (*table.notes, *(api.agent_notes(run.agent) if run.agent is not None else ())):
         screen.line(text, style=STYLES[tone])
 
 

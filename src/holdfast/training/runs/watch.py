@@ -30,6 +30,7 @@ from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
 from holdfast.stored.repository.two_roots import TwoRoots, places_of
 from holdfast.training.runs.listing import RunRecord, StepRecord, run_record
 from holdfast.training.runs.remembered_reads import RememberedReads
+from holdfast.training.runs.tiers.agent_files import AgentStatus, read_status
 from holdfast.training.telemetry.alerts import WINDOW_MAX, Alert, AlertRules, Situation, StepFact, alerts_of
 from holdfast.training.telemetry.event_lines import EventLines
 from holdfast.training.telemetry.work import Work, works_of
@@ -160,17 +161,17 @@ class RunWatch:
 
     def under_way(self) -> list[UnderWay]:
         """Return the work under way: from the events, and from attempts in the folders while a writer may write."""
-        if self._record is None or self.writer is None or self.writer.state != "holds":
-            return []
+        may_save = self.writer is not None and self.writer.state == "holds"
         last = next((each for each in self._newest if not each.superseded), None)
         work = None if last is None else self.works.get(_key(last))
         hosts = {} if work is None else {rank.rank: rank.host for rank in work.ranks}
         hosts |= self.events.hosts
         usual = last.manifest.world_size if last is not None and last.manifest is not None else 1
-        begun = [each for each in self._unfinished if each.leftovers and not each.manifest]
+        begun = [each for each in self._unfinished if each.leftovers and not each.manifest and may_save]
         of_step = {each.step: each for each in begun if last is None or each.step > last.step}
         found = []
-        for verb, step in dict.fromkeys([*self.events.open, *(("save", step) for step in of_step)]):
+        tries = [key for key in self.events.open if may_save or key[0] == "load"]
+        for verb, step in dict.fromkeys([*tries, *(("save", step) for step in of_step)]):
             told = self.events.open.get((verb, step), {})
             record = of_step.get(-1 if step is None else step) if verb == "save" else None
             voted = set() if record is None else self._voted(record)
@@ -182,6 +183,10 @@ class RunWatch:
             source = "lease and folders" if not told else "events" if record is None else "events and folders"
             found.append(UnderWay(verb, step, phase, since, max(sizes), tuple(sorted(ranks)), names, source))
         return found
+
+    def agent(self) -> AgentStatus | None:
+        """Return the last status of the agent of the near tier; None without one."""
+        return read_status(self._places[1].as_store.url) if len(self._places) > 1 else None
 
     def free_bytes(self) -> int | None:
         """Return the free room of the root; None if unknown."""
@@ -198,7 +203,7 @@ class RunWatch:
         of_run = () if self._record is None else (*self._record.tag_errors.values(), self._record.error)
         damage = (each for each in (*of_run, *self.unreadable.values()) if isinstance(each, CorruptError))
         writer = self.writer.holder if self.writer is not None and self.writer.state == "holds" else None
-        under_way = frozenset(each.step for each in self.under_way() if each.step is not None)
+        under_way = frozenset(each.step for each in self.under_way() if each.verb == "save" and each.step is not None)
         recent = {(each.step, each.name) for each in self._newest[:_RECENT]}
         facts = [each for each in self.facts() if each.damage or each.bytes is None or (each.step, each.name) in recent]
         situation = Situation(
