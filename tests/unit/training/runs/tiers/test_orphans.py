@@ -97,8 +97,8 @@ def test_the_newest_step_of_a_job_that_is_dead_for_good_comes_once(run: Run, cha
     require_status(run, "watching", ())
     run.kill(job)
     run.await_state("orphaned")
-    waiting = run.status().waiting
-    assert waiting[-1:] == steps[-1:] or steps == (10,) == tuple(steps_in(run.root)), waiting
+    if (waiting := run.status().waiting) or steps != (10,):  # The job itself may have drained its step 10.
+        assert waiting[-1] == steps[-1]
     run.await_state("lingering")
     require_status(run, "lingering", ())
     expected = [step for step in (10, steps[-1]) if step in steps]
@@ -285,8 +285,8 @@ def _become_another_host() -> None:
 def require_other_job(run: Run) -> None:
     """Require that the steps of the job elsewhere count, and those of the orphan do not."""
     require_loaded(run, 12, -12.0)
-    listed = {record.step: record for record in api.list_steps(run.root).steps if not record.superseded}
-    assert [*listed] == [10, 11, 12] or [*listed] == [12, 11, 10], listed
+    listed = [record.step for record in api.list_steps(run.root).steps if not record.superseded]
+    assert sorted(listed) == [10, 11, 12], listed
     state = state_of(0, run.elements)
     assert holdfast.load(run.root, state, step=11).step == 11
     assert state["weights"].unique().tolist() == [-11.0]  # type: ignore[attr-defined]
@@ -333,7 +333,8 @@ def test_a_step_that_a_stopped_agent_drains_late_does_not_count(run: Run, chance
         with job_elsewhere(run, 11, 12, resumes_at=10) as close:
             os.kill(pid, signal.SIGCONT)
             if chance.random() < 0.5:
-                await_(lambda: bool(run.status().error))
+                # It is refused, or finds by the list of the new epoch that nothing of the near tier counts.
+                await_(lambda: bool(run.status().error) or run.status().state in ("lingering", "ended"))
             close()
         await_(lambda: run.status().state in ("lingering", "ended"))
         assert run.status().waiting == ()
