@@ -8,7 +8,7 @@ import os
 from holdfast._face import wiring
 from holdfast._face.agent_api import agent_command
 from holdfast.backends.stores.local import LocalStore
-from holdfast.backends.stores.shelf import is_in_memory
+from holdfast.backends.stores.shelf import ShelfStore, is_in_memory
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.memory_limits import memory_domains
 from holdfast.errors import InvalidError
@@ -75,7 +75,8 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
     if is_memory and bytes_max is None:
         bytes_max = _memory_for(store)
     command = agent_command(tier, path, root, settings) if tier.agent else ()
-    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, command)
+    spare_bytes = store.spare_bytes if isinstance(store, ShelfStore) else None
+    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, spare_bytes, command)
 
 
 def _memory_for(store: LocalStore) -> int:

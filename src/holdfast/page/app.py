@@ -56,7 +56,8 @@ def environment() -> jinja2.Environment:
     made.filters |= {"bytes": errors.shown_bytes, "ranks": errors.shown_ranks, "seconds": api.shown_seconds}
     made.filters["number"] = lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
     made.filters["time"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(at, 0), 1e11)))
-    made.globals |= {"link": link, "counted": errors.counted, "value_text": api.value_text, "agent_notes": api.agent_notes, "cells_max": CELLS_MAX}
+    made.globals |= {"link": link, "counted": errors.counted, "value_text": api.value_text, "cells_max": CELLS_MAX}
+    made.globals["agent_notes"] = api.agent_notes
     made.filters["zip"] = zip
     made.globals["asset"] = lambda name: Markup((_HERE / "static" / name).read_text(encoding="utf-8"))
     return made

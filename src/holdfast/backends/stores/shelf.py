@@ -170,6 +170,10 @@ class ShelfStore(LocalStore):
         self.size(key)
         return False
 
+    def spare_bytes(self) -> int:
+        """Return the bytes of collected files, whose memory the next uploads take again."""
+        return self._spares.bytes()
+
     def free_bytes(self) -> int | None:
         """Return the free bytes of the file system and of spares, less those that stay free for others."""
         try:

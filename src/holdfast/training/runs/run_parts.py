@@ -88,8 +88,9 @@ class RunParts:
         self.on_commit: Callable[[int, str, bool], None] | None = None
         """Called on each rank after a commit into the place, with step, digest, and whether the step is due at the
         root. Set for a near tier."""
-        self.why_no_room: Callable[[], str] | None = None
-        """Returns why the place has no room for the next step; empty if there is room. Set for a near tier."""
+        self.why_no_room: Callable[[int], str] | None = None
+        """Takes the bytes of the state; returns why the place has no room for the next step, empty if there is room.
+        Set for a near tier."""
         self._home = CheckpointLocation(store, "", None, references=state.home.references, root=store)
         self._committed: tuple[int, BaseStep | None] = -1, None
         """The step that this rank committed last into the place, and how many loads had begun then."""

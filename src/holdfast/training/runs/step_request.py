@@ -105,6 +105,8 @@ class StepRequest:
         self._changed: list[str] = []
         """Plain values of this rank that differ from the loaded values."""
         self._metrics: dict[str, float] = {}
+        self._state_bytes = 0
+        """Bytes of the tensors that this rank knows of, each whole."""
         self._tags: dict[str, bool] = {}
         """Tags of the step, and for each tag whether the tag moves."""
         self._in_root: StepRequest | None = None
@@ -129,6 +131,7 @@ class StepRequest:
         self._passed = replace(passed, state={})
         framework, loaded = self._parts.job.framework, self._parts.position.loaded_state
         collected = framework.collect(passed.state, passed.selection)
+        self._state_bytes = sum(each.shard.tensor.global_bytes for each in collected.shards)
         # Only now: after an evaluation FSDP2 shows whole parameters; the collection makes FSDP2 show shards again.
         is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
         as_loaded = loaded is not None and is_still and self._equals(loaded, collected, passed.state)
@@ -151,7 +154,7 @@ class StepRequest:
         parts = self._parts
         if is_held:
             return self._held()
-        if parts.why_no_room is not None and (why := parts.why_no_room()):
+        if parts.why_no_room is not None and (why := parts.why_no_room(self._state_bytes)):
             return self._claim_in_root(why)
         if not self._passed.is_last:
             parts.metrics.require_in(self._metrics)

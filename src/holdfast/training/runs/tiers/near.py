@@ -54,6 +54,9 @@ class NearPlace:
     is_memory: bool = False
     """Whether the folder is in memory, so that the end of the job empties it."""
 
+    spare_bytes: Callable[[], int] | None = None
+    """Returns the bytes of collected files that the next step takes again; None unless the folder is in memory."""
+
     agent: Sequence[str] = ()
     """The command of the agent; empty for none."""
 
@@ -90,7 +93,7 @@ class NearTier:
         """The parts of saves into the near tier."""
         self.drain = Drain(job, run, self.parts, root, keep, dispatcher)
         """Copies due steps to the root."""
-        self.room = NearRoom(place.store, place.bytes_max)
+        self.room = NearRoom(place.store, place.bytes_max, place.spare_bytes)
         """Whether the next step has a place near."""
         if place.is_memory and place.bytes_max is not None and job.comm.rank == 0:
             logger.log(
