@@ -132,6 +132,34 @@ def killed_by_kernel(group: Path) -> int:
     return int(lines["oom_kill"])
 
 
+@contextmanager
+def swap(mebibytes: int) -> Iterator[None]:
+    """Swap to a file for the length of a block, where the machine allows that."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "swap"
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, mebibytes * MIB)
+        path.chmod(0o600)
+        try:
+            command("mkswap", path)
+            command("swapon", path)
+        except OSError as refusal:
+            print(f"bad places: no swap: {refusal}")
+            yield
+            return
+        print(f"bad places: real swap of {mebibytes} MiB")
+        try:
+            yield
+        finally:
+            command("swapoff", path)
+
+
+def swapped_bytes(group: Path) -> int:
+    """Return the bytes of a group that are in swap."""
+    memory, both = (int((group / f"memory.{name}usage_in_bytes").read_text()) for name in ("", "memsw."))
+    return max(both - memory, 0)
+
+
 def run_in(group: Path | None, act: Callable[[], None]) -> int:
     """Act in another process, of a group if any; return its status. What it prints before its end is printed here."""
     with tempfile.TemporaryFile("w+") as said:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +23,20 @@ import holdfast
 from holdfast._face import wiring
 from holdfast.backends.stores.shelf import ShelfStore
 from holdfast.backends.stores.syscalls import Syscalls
-from holdfast.core.engine.memory_limits import MemoryDomain
+from holdfast.core.engine.memory_limits import MemoryDomain, memory_domains
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.settings import MIB, Settings
 from tests.doubles.faults import Faults, FaultySyscalls
-from tests.support.small_memory import SmallMount, killed_by_kernel, leave_free, memory_group, run_in, small_mount
+from tests.support.small_memory import (
+    SmallMount,
+    killed_by_kernel,
+    leave_free,
+    memory_group,
+    run_in,
+    small_mount,
+    swap,
+    swapped_bytes,
+)
 
 WRITES = {"pwrite", "ftruncate", "link", "mkdir", "create", "rename", "rename_noreplace"}
 COUNT = 300_000
@@ -292,3 +303,57 @@ def test_a_budget_that_is_spent_by_steps_that_wait_for_the_drain(
         saved_near(run, 6)
         require_loads(run, 6)
         run.close(wait=False)
+
+
+# ---------------------------------------------------------------------------------------- swap, and DataLoader workers
+
+
+def test_swap_counts_as_no_memory(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 20} kB\nSwapTotal: {1 << 24} kB\nSwapFree: {1 << 24} kB\n")
+    assert memory_domains(tmp_path, tmp_path)[0].free_bytes == 1 << 30
+
+
+@pytest.mark.long
+def test_a_near_tier_does_not_push_training_into_swap(
+    tmp_path: Path, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"weights": torch.ones(16 * MIB)}
+
+    def act(group: Path | None) -> None:
+        copy = {"weights": state["weights"].clone()}
+        with manager(tmp_path / "root", near) as run:
+            run.load(copy)
+            if group is None:
+                domain = MemoryDomain(b"", 100 * MIB)
+                monkeypatch.setattr("holdfast.training.runs.tiers.room.memory_domains", lambda: [domain])
+            else:
+                leave_free(group, 100 * MIB)
+            for step in range(1, 4):
+                with pytest.raises(UnavailableError, match="swap does not count"):
+                    run.save(step, copy, near_only=True).wait()
+            report = run.save(4, copy).wait("committed")
+            assert report is not None and report.tier == "root"
+            if group is not None:
+                assert swapped_bytes(group) < 4 * MIB
+            run.close(wait=False)
+
+    with swap(256), memory_group() as group:
+        assert run_in(group, lambda: act(group)) == 0
+        assert group is None or killed_by_kernel(group) == 0
+
+
+@pytest.mark.long
+def test_workers_of_a_data_loader_live_beside_a_near_tier_in_a_small_mount(tmp_path: Path) -> None:
+    module = "tests.unit.training.saving.loader_beside_shelf"
+    command = [sys.executable, "-m", module, str(tmp_path / "root")]
+    small = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=160M none /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
+        print("bad places: no mount of its own over /dev/shm; a tenth of the mount that is there stays free")
+        found = os.statvfs("/dev/shm")
+        free = ShelfStore("/dev/shm", settings=Settings()).free_bytes()
+        assert free is not None and free <= found.f_bavail * found.f_frsize - found.f_blocks * found.f_frsize // 10
+        return
+    print("bad places: a real mount of 160 MiB over /dev/shm")
+    ended = subprocess.run([*small, *command], capture_output=True, text=True, check=False, timeout=120)
+    assert not ended.returncode, ended.stderr[-3000:]
+    print(ended.stdout)
