@@ -45,15 +45,6 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
             f"near={tier.path}: is the root {root.url}, lies in the root or holds the root; expected a folder of its "
             "own. Nothing was touched. Choose another folder"
         )
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise InvalidError(
-            f"near={tier.path}: is no folder; expected a folder. Nothing was touched. Choose another path"
-        )
-    if os.path.isdir(path) and (owner := os.stat(path).st_uid) != os.geteuid():
-        raise InvalidError(
-            f"near={tier.path}: belongs to user {owner}, and this process is user {os.geteuid()}; expected a folder of "
-            "this user. Nothing was touched. Choose another folder"
-        )
     if at_root and is_in_memory(at_root):
         logger.warning(
             "%s: the root is in memory, so a reboot loses the run; expected a disk or an object store. A folder in "
@@ -61,6 +52,7 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
             root.url,
         )
     is_memory = is_in_memory(path)
+    _require_own_folder(tier, path, is_memory)
     keep_last = tier.keep_last if tier.keep_last is not None else 1 if is_memory else 2
     assert not isinstance(tier.every, int), "the tier has made a policy of a number"
     if is_memory:
@@ -77,6 +69,24 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
     command = agent_command(tier, path, root, settings) if tier.agent else ()
     spare_bytes = store.spare_bytes if isinstance(store, ShelfStore) else None
     return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, spare_bytes, command)
+
+
+def _require_own_folder(tier: Tier, path: str, is_memory: bool) -> None:
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise InvalidError(
+            f"near={tier.path}: is no folder; expected a folder. Nothing was touched. Choose another path"
+        )
+    if os.path.isdir(path) and (owner := os.stat(path).st_uid) != os.geteuid():
+        raise InvalidError(
+            f"near={tier.path}: belongs to user {owner}, and this process is user {os.geteuid()}; expected a folder of "
+            "this user. Nothing was touched. Choose another folder"
+        )
+    named = os.path.abspath(os.path.expanduser(str(tier.path)))
+    if os.path.islink(named) and (is_memory or is_in_memory(os.path.dirname(named))):
+        raise InvalidError(
+            f"near={tier.path}: is a link to {path}; expected a folder, since any user may make links in the memory of "
+            f"the host. Nothing was touched. Name the folder, or remove the link: rm {named}"
+        )
 
 
 def _memory_for(store: LocalStore) -> int:

@@ -257,3 +257,13 @@ def test_a_folder_that_other_users_may_look_into_is_refused(tmp_path: Path, near
     near.chmod(0o700)
     with manager(tmp_path / "root", near):
         pass
+
+
+def test_a_link_in_memory_is_refused(tmp_path: Path, near: Path) -> None:
+    near.mkdir(mode=0o700)
+    for target in (near, tmp_path / "elsewhere"):
+        link = near.with_name("link")
+        link.symlink_to(target)
+        with pytest.raises(InvalidError, match=rf"link: is a link to {target}; expected a folder.*rm "):
+            manager(tmp_path / "root", link)
+        link.unlink()
