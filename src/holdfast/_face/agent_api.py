@@ -49,6 +49,7 @@ def agent(
         settings: How to reach storage.
     Raises:
         MissingError: The folder is no near tier.
+        InvalidError: The root is of another run.
         ConflictError: Another process watches it.
     """
     for name, value in (("orphan_seconds", orphan_seconds), ("linger_seconds", linger_seconds)):

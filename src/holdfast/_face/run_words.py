@@ -146,7 +146,7 @@ def agent_notes(status: AgentStatus) -> Iterator[tuple[Tone, str]]:
     if status.waiting:
         yield "warning", f"the root lacks steps [{first_three(status.waiting)}]"
     if status.error:
-        yield "bad", f"the last drain failed: {printable(status.error)}"
+        yield "bad", f"the agent could not read the root, or drain: {printable(status.error)}"
 
 
 def _tone(record: StepRecord) -> Tone:

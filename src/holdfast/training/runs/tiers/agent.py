@@ -49,6 +49,7 @@ from holdfast.training.runs.tiers.agent_files import (
     agent_lock,
     is_agent_running,
     job_at,
+    read_status,
 )
 from holdfast.training.runs.tiers.offline_drain import NearDrain
 
@@ -109,7 +110,11 @@ class Agent:
             raise ConflictError(f"{self._near.url}: a job has come back, and drains by itself; this drain ends")
 
     def run(self) -> None:
-        """Watch until the end."""
+        """Watch until the end.
+
+        Raises:
+            InvalidError: The root is of another run.
+        """
         while self._is_there():
             if self._watched() or self._orphaned():
                 return
@@ -121,12 +126,24 @@ class Agent:
     def _watched(self) -> bool:
         """Return once no job lives; True at the end of the agent."""
         self._enter("watching")
+        if error := self._root_error():
+            logger.warning("%s: a drain would fail: %s", self._near.url, error)
+            self._enter("watching", error=error)
         while self._has_job():
             if self._is_hurried or not self._is_there():
                 self._enter("ended")
                 return True
             self._clock.sleep(self._poll_seconds)
         return False
+
+    def _root_error(self) -> str:
+        """Return why the root cannot be read: this process may lack the credentials of the job. Empty if it can be."""
+        try:
+            read_run_id(self._drain.run.root)
+        except CheckpointError as error:
+            return str(error)
+        self._drain.require_run()
+        return ""
 
     def _orphaned(self) -> bool:
         """Wait for a job, then drain, and wait again; True at the end of the agent, False once a job lives."""
@@ -283,6 +300,11 @@ class AgentStarter:
         elif self._begun is None or now - self._begun > _BEGIN_SECONDS:
             self._begun = now
             self._start()
+
+    def error(self) -> str:
+        """Return why the agent that runs could not read the root, or drain; empty if it could."""
+        status = read_status(self._near)
+        return status.error if status is not None and status.is_running else ""
 
     def _start(self) -> None:
         log = os.open(os.path.join(self._near, LOG_FILE), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -49,7 +49,7 @@ class AgentStatus:
     """Steps that the root lacks, as far as the agent knows."""
 
     error: str = ""
-    """Why the last drain failed; empty if it did not."""
+    """Why the root could not be read, or the last drain failed; empty if neither."""
 
     seconds: float | None = None
     """For how long the state lasts unless a job comes; None without a limit."""

@@ -128,6 +128,8 @@ class NearTier:
         if self._agent is not None:
             try:
                 self._agent.require()
+                if error := self._agent.error():
+                    self._job.warn_once(self._place.store.url, f"the agent cannot bring steps to the root: {error}")
             except OSError as error:
                 self._job.warn_once(self._place.store.url, f"no agent could be started: {error}")
         self.drain.note_commit(step, digest, is_due)

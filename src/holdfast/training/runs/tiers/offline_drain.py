@@ -73,7 +73,7 @@ class NearDrain:
 
     def planned(self) -> DrainReport:
         """Return what would be drained; changes nothing. Errors as `execute`."""
-        self._require_run()
+        self.require_run()
         report, chosen = self._chosen([])
         for manifest in chosen:
             lacking = self._drain_of(manifest).lacking()
@@ -94,7 +94,7 @@ class NearDrain:
             CorruptError: A step is damaged near; all others are drained, and nothing is removed.
             UnavailableError: Storage failed.
         """
-        run_id, clock = self._require_run(), self.clock
+        run_id, clock = self.require_run(), self.clock
         if read_run_id(self.run.root) is None:
             for entry in [*self.run.near.list(TAGS_FOLDER), *self.run.near.list(TIMELINES_FOLDER)]:
                 self.run.root.put(entry.key, self.run.near.get(entry.key, entry.bytes))
@@ -124,7 +124,14 @@ class NearDrain:
         if outcome.kind is not OutcomeKind.COMMITTED:
             raise outcome.error or undrained(manifest.step, outcome.reason)
 
-    def _require_run(self) -> str:
+    def require_run(self) -> str:
+        """Return the id of the run in both places.
+
+        Raises:
+            MissingError: The folder is no near tier.
+            InvalidError: Near tier and root are of different runs.
+            CheckpointError: A place does not answer.
+        """
         near, root = self.run.near, self.run.root
         at_near, at_root = read_run_id(near), read_run_id(root)
         if at_near is None:

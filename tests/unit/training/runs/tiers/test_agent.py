@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from holdfast.base.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.catalog import read_run_id
-from holdfast.training.runs.tiers.agent import Agent, Patience
+from holdfast.training.runs.tiers.agent import Agent, AgentStarter, Patience, run_agent
 from holdfast.training.runs.tiers.agent_files import LOCK_FILE, agent_lock, is_agent_running
 from holdfast.training.runs.tiers.offline_drain import NearDrain
 from tests.unit.training.runs.tiers.agent_runs import SETTINGS, Run, await_, ended, run_in_memory, state_of, steps_in
@@ -261,6 +262,35 @@ def test_a_damaged_step_ends_the_agent_with_its_error(run: Run) -> None:
     agent_in_process(run, Patience(0.1, 0.1)).run()
     assert run.status().state == "ended" and "damaged" in run.status().error
     assert steps_in(run.root) == [] and steps_in(run.near) == [1]
+
+
+def test_an_agent_of_another_run_is_refused_at_its_start(run: Run, tmp_path: Path) -> None:
+    run.kill(run.begin(1))
+    os.kill(run.status().pid, signal.SIGKILL)
+    with holdfast.CheckpointManager(tmp_path / "other", process_group=False, preemption=False) as other:
+        other.save(1, state_of(1)).wait()
+    with pytest.raises(InvalidError, match=r"is of run .*other holds run .*expected one run"):
+        api.agent(str(run.near), str(tmp_path / "other"), orphan_seconds=60.0)
+
+
+def test_a_root_that_the_agent_cannot_read_is_told_at_its_start(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = run.begin(1)
+    os.kill(run.status().pid, signal.SIGKILL)
+    await_(lambda: not is_agent_running(str(run.near)))
+    agent = agent_in_process(run, Patience(60.0, 0.1))
+
+    def refuse(key: str, bytes_max: int) -> bytes:
+        raise InvalidError("the root refuses these credentials")
+
+    monkeypatch.setattr(agent._drain.run.root, "get", refuse)
+    watch = threading.Thread(target=lambda: run_agent(str(run.near), agent))
+    watch.start()
+    await_(lambda: "refuses these credentials" in run.status().error)
+    assert run.status().state == "watching" and AgentStarter(str(run.near), [], SystemClock()).error()
+    agent.hurry()
+    watch.join(LIMIT_SECONDS)
+    assert run.status().state == "ended"
+    run.kill(job)
 
 
 def test_a_reader_beside_a_job_leaves_its_job_file(run: Run) -> None:
