@@ -3,7 +3,7 @@
 A fresh page of tmpfs is cleared and mapped before it is written: three times the time of the copy. A file that is
 deleted becomes a spare under a hidden name, and an upload takes the smallest spare that holds its object:
 
-    pack -> spare (`retire`, before its deletion) -> pack of a new key (`take`, then a link of the upload)
+    pack -> spare (`retire`, instead of its deletion) -> pack of a new key (`take`, then a link of the upload)
     spare -> gone (`trim`)
 
 No byte changes under a reader: an upload takes a spare only if the kernel grants a write lease, which it refuses while
@@ -78,11 +78,11 @@ class Spares:
                     close_quietly(self._syscalls, fd)
 
     def retire(self, folder: int, name: str) -> None:
-        """Give a file a hidden name too, if possible; the caller then removes the other one."""
+        """Give a file a hidden name instead of its own, if possible: with two names no upload could take it yet."""
         if self._has_leases:
             with suppress(OSError), self._folders.opened(()) as root:
                 hidden = PREFIX + self._clock.random_bytes(12).hex()
-                self._syscalls.link(name, hidden, dir_fd=folder, new_dir_fd=root)
+                self._syscalls.rename(name, hidden, dir_fd=folder, new_dir_fd=root)
 
     def bytes(self) -> int:
         """Return the bytes of all spares."""

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -103,6 +103,21 @@ def test_spares_have_no_more_bytes_than_what_stays_and_go_with_the_last_object(f
     assert len(spares_in(folder)) == 1
     place.delete(["3"])
     assert os.listdir(folder) == []
+
+
+def test_an_upload_beside_a_deletion_takes_the_spare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, lent = shelf(folder), []
+    store(place, "1", content(1))
+    store(place, "stays", content(0))
+    delete = LocalStore.delete
+
+    def delete_later(self: LocalStore, keys: Iterable[str]) -> None:
+        lent.append(store(place, "2", content(2)))
+        delete(self, keys)
+
+    monkeypatch.setattr(LocalStore, "delete", delete_later)
+    place.delete(["1"])
+    assert lent == [True] and place.get("2", COUNT) == content(2) and not (folder / "1").exists()
 
 
 READERS = ("open", "mapped", "mapped and closed", "hard link")
