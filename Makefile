@@ -21,7 +21,8 @@
 #   make bench-tiers   saves into a near tier and loads beside a plain root, requests to the root, training beside a drain;
 #                   drains to Ceph, which it installs and starts (15 minutes, 16 GiB of memory); QUICK=1, ONLY=disk or
 #                   ONLY=store
-#   make bench-memory  saves into a near tier in memory beside one copy of the state and a disk (3 minutes); QUICK=1
+#   make bench-memory  saves into a near tier in memory beside one copy of the state and a disk, restarts of killed ranks,
+#                   training, memory (10 minutes, nothing beside it); QUICK=1
 #   make bench-data   speed of the loader, cost of the data position, and resumes on other ranks beside torchdata,
 #                   datasets, Grain and litdata (about 15 minutes); QUICK=1, ONLY=loader_1k,rivals
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]

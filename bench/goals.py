@@ -177,6 +177,17 @@ GOALS = (
     _less("shelf_stall_vs_memcpy", "time that a save into memory blocks training ÷ one copy of its bytes", 1.1, 1.3),
     _more("recover_vs_disk", "load from a near tier in memory: speed ÷ a cold load from a disk", 1.8, 1.4),
     _more("recover_cpu_vs_disk", "the same load, processor time of the disk's ÷ its own", 1.2, 1.05),
+    _less(
+        "memory_vs_state", "near tier in memory, `lazy` saves: peak of the tier and of the process ÷ state", 2.2, 2.4
+    ),
+    _less("agent_rss_anon_mib", "agent of a root in an object store: memory of its own, MiB", 40, 80),
+    _less("agent_idle_cpu_percent", "the same agent beside a job: share of a core, %", 0.1, 1),
+    _less(
+        "near_train_slowdown",
+        "time of training steps of 0.5 s with a save into memory every 2 and a drain every 20 ÷ without",
+        1.03,
+        1.06,
+    ),
     _more(
         "ratio_state",
         "compressed: bytes of a bf16 state, 14 a parameter ÷ bytes of the checkpoint",

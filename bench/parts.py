@@ -7,6 +7,8 @@ from bench import (
     large,
     lazy,
     memory,
+    shelf_recovery,
+    shelf_training,
     stall,
     store_drain,
     store_memory,
@@ -39,3 +41,8 @@ STORE_PARTS: dict[str, Part] = {
 
 TIER_PARTS: dict[str, Part] = {store_drain.PART.name: store_drain.PART}
 """Those of `python -m bench.tiers URL`, in processes of their own."""
+
+SHELF_PARTS: dict[str, Part] = {
+    part.name: part for part in (shelf_recovery.SAVED, shelf_recovery.LOADED, shelf_training.PART)
+}
+"""Those of `python -m bench.shelf`, in processes of their own."""

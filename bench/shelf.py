@@ -2,7 +2,7 @@
 
 Results go to `bench/results/memory.json`. The limit of a save is one copy into memory that is there, and one hash. Each
 round runs all contenders once, in turn. Saves are made until the memory of collected steps is used again, and then
-measured.
+measured. Loads of a restarted job, training and memory are measured in processes of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from bench import conditions, report
+from bench import job, report, shelf_memory, shelf_recovery, shelf_training
 from bench.job import ROOT
 from bench.part import Round, Spread, in_turn, spread_of
 from bench.tiers import State, manager
@@ -42,7 +42,7 @@ def timed(name: str, act: Callable[[], object]) -> Round:
 
 
 def measure(folder: Path, memory: Path, rounds: int) -> list[Round]:
-    """Measure saves, the time that they block, and loads."""
+    """Measure saves, and the time that they block."""
     saved, found = state(), list[Round]()
     copy = {name: torch.empty_like(tensor) for name, tensor in saved.items()}
 
@@ -73,18 +73,26 @@ def measure(folder: Path, memory: Path, rounds: int) -> list[Round]:
             ]
             for name, act in in_turn(contenders, number):
                 this |= timed(name, act)
-            conditions.forget_pages(folder / "disk" / f"step-{step:012d}")
-            loads: list[tuple[str, Callable[[], object]]] = [
-                ("shelf_load", lambda: shelf.load(copy)),
-                ("disk_load", lambda: disk.load(copy)),
-            ]
-            for name, act in in_turn(loads, number):
-                this |= timed(name, act)
-                assert all(torch.equal(copy[name], tensor) for name, tensor in saved.items())
             if number >= 0:
                 found.append(this)
                 print(", ".join(f"{name} {value:.3f}" for name, value in this.items()), flush=True)
     return found
+
+
+def measure_all(folder: Path, memory: Path, *, quick: bool) -> dict[str, list[Round]]:
+    """Measure each part; return the rounds of each."""
+    count = 3 if quick else 9
+    training = job.run(
+        shelf_training.PART, shelf_training.PART.quick if quick else shelf_training.PART.full, folder / "t"
+    )
+    for note in training.notes:
+        print(note, flush=True)
+    return {
+        "saves": measure(folder, memory, count),
+        "recovery": shelf_recovery.measure(folder, memory, count, quick=quick),
+        "memory": shelf_memory.measure(folder, quick=quick),
+        "training": training.rounds,
+    }
 
 
 def keys(rounds: list[Round]) -> dict[str, Spread]:
@@ -93,27 +101,31 @@ def keys(rounds: list[Round]) -> dict[str, Spread]:
         "shelf_save_vs_memcpy": spread_of([each["shelf_save"] / each["memcpy"] for each in rounds]),
         "shelf_cpu_vs_disk": spread_of([each["shelf_save_cpu"] / each["disk_save_cpu"] for each in rounds]),
         "shelf_stall_vs_memcpy": spread_of([each["stall"] / each["memcpy"] for each in rounds]),
-        "recover_vs_disk": spread_of([each["disk_load"] / each["shelf_load"] for each in rounds]),
-        "recover_cpu_vs_disk": spread_of([each["disk_load_cpu"] / each["shelf_load_cpu"] for each in rounds]),
     }
 
 
 def main() -> None:
     """Measure, and write the keys."""
     (ROOT / "runs").mkdir(exist_ok=True)
-    count = 3 if os.environ.get("QUICK") else 9
+    quick = bool(os.environ.get("QUICK"))
     torch.set_num_threads(1)  # One copy by one thread, as that of a save.
     memory = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:
         with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
-            rounds = measure(Path(folder), memory, count)
+            rounds = measure_all(Path(folder), memory, quick=quick)
     finally:
         shutil.rmtree(memory)
     flat: dict[str, object] = {}
-    for key, spread in keys(rounds).items():
+    spreads = {
+        **keys(rounds["saves"]),
+        **shelf_recovery.keys(rounds["recovery"]),
+        **shelf_memory.keys(rounds["memory"]),
+        **shelf_training.keys(rounds["training"], {}),
+    }
+    for key, spread in spreads.items():
         flat |= dict(zip(report.names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
         print(f"{key}: {spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})")
-    if not os.environ.get("QUICK"):
+    if not quick:
         RESULTS.write_text(json.dumps({**flat, "rounds": rounds}, indent=1) + "\n")
 
 

@@ -26,11 +26,10 @@ LAYERS = 4
 class Training:
     """One pipeline stage per rank with its own parameters, so that both ranks save and compute all the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         torch.manual_seed(dist.get_rank())
-        shapes = [(WIDTH, INNER) if layer % 2 == 0 else (INNER, WIDTH) for layer in range(LAYERS)]
-        layers = [nn.Sequential(nn.Linear(*shape, bias=False), nn.Tanh()) for shape in shapes]
-        self.model = nn.Sequential(*layers)
+        shapes = [(WIDTH, INNER) if layer % 2 == 0 else (INNER, WIDTH) for layer in range(layers)]
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(*shape, bias=False), nn.Tanh()) for shape in shapes))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.batch = torch.rand(64, WIDTH)
         stage = f"stage{dist.get_rank()}"
