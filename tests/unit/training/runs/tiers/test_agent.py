@@ -288,7 +288,7 @@ def test_a_root_that_the_agent_cannot_read_is_told_at_its_start(run: Run, monkey
     await_(lambda: "refuses these credentials" in run.status().error)
     assert run.status().state == "watching" and AgentStarter(str(run.near), [], SystemClock()).error()
     agent.hurry()
-    watch.join(LIMIT_SECONDS)
+    watch.join(30.0)
     assert run.status().state == "ended"
     run.kill(job)
 
