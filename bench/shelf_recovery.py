@@ -27,7 +27,7 @@ FULL, QUICK = {"mib": 1024}, {"mib": 256}
 
 def _manager(is_shelf: bool) -> holdfast.CheckpointManager:
     disk, memory = Path(os.environ[DISK]), Path(os.environ[MEMORY])
-    near = holdfast.Tier(memory / "near", every=1 << 30) if is_shelf else None
+    near = holdfast.Tier(memory / "recovery", every=1 << 30) if is_shelf else None
     root = disk / ("tiered" if is_shelf else "plain")
     return holdfast.CheckpointManager(root, near=near, preemption=False, settings=settings())
 

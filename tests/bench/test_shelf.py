@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -53,8 +54,8 @@ def test_the_peak_counts_memory_of_the_process_and_files_without_a_name(memory: 
     file = path.open("rb")
     path.unlink()
     own = mmap.mmap(-1, 8 * MIB, flags=mmap.MAP_PRIVATE)
-    own.write(bytes(b"\1" * (8 * MIB)))
-    shelf_memory.time.sleep(10 * shelf_memory.SAMPLE_SECONDS)
+    own.write(b"\1" * (8 * MIB))
+    time.sleep(10 * shelf_memory.SAMPLE_SECONDS)
     assert 12.0 <= peak.end() < 40.0
     file.close()
 
@@ -64,7 +65,7 @@ def test_ranks_that_were_killed_are_restarted_from_both_places(tmp_path: Path, m
     variables = {shelf_recovery.DISK: str(tmp_path), shelf_recovery.MEMORY: str(memory)}
     with suppress(SystemExit):
         job.run(shelf_recovery.SAVED, {"mib": 32}, tmp_path / "job", variables=variables, progress=False)
-    assert (memory / "near" / "job.json").exists(), "the ranks were killed before the end of their manager"
+    assert (memory / "recovery" / "job.json").exists(), "the ranks were killed before the end of their manager"
     found = {}
     for is_shelf in (1, 0):
         params = {"mib": 32, "is_shelf": is_shelf}
