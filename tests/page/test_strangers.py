@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from holdfast.base.types.events import Operation, Phase, RankReport
 from holdfast.page.report import report_of
 from holdfast.page.subjects import subjects_at
 from holdfast.stored.repository.reports import put_reports
+from tests.hostile.cases import Case
 from tests.hostile.corpus import CASES
-from tests.hostile.crafting import make_template
+from tests.hostile.crafting import Crafted, make_template
 from tests.page.browsing import Browser, Seen
 from tests.support.newer_format import write_newer
 
@@ -96,22 +98,34 @@ def test_markup_is_text_in_the_report(strange: tuple[Path, Path]) -> None:
     assert not [link for link in seen.links if not link.startswith("#")]
 
 
-@pytest.mark.parametrize(
-    "case", [case for number, case in enumerate(CASES) if number % 5 == 0], ids=lambda case: case.name
-)
-def test_a_crafted_run_is_never_a_traceback(case: object, template: Path, tmp_path: Path) -> None:
-    from tests.hostile.cases import Case
-    from tests.hostile.crafting import Crafted
+CRAFTED = [
+    pytest.param(case, marks=[pytest.mark.long] if number % 20 or "30,000" in case.name else [], id=case.name)
+    for number, case in enumerate(CASES)
+]
+"""`make test` tries some cases of the corpus, `make test-long` the others."""
 
-    assert isinstance(case, Case)
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_a_crafted_run_is_never_a_traceback(case: Case, template: Path, tmp_path: Path) -> None:
     crafted = Crafted(Path(shutil.copytree(template, tmp_path / "run", symlinks=True)))
     case.craft(crafted)
     try:
         browser = Browser(crafted.root)
     except holdfast.errors.CheckpointError:
         return
-    for path in browser.walk(40):
-        answer = browser.client.get(path)
+    step = quote(next((each["name"] for each in browser.client.get("/?format=json").json().get("steps", ())), "-"))
+    listed = browser.client.get(f"/run/0/tensors?step={step}&format=json").json().get("tensors", ())
+    name = quote(next((each["name"] for each in listed), "none")[:4096])
+    paths = (
+        "/",
+        "/run/0/step?",
+        "/run/0/tensors?",
+        f"/run/0/tensor?name={name}&",
+        f"/run/0/diff?other={step}&",
+        "/run/0/trace?",
+    )
+    for path in paths:
+        answer = browser.client.get(f"{path}step={step}" if path != "/" else path)
         assert answer.status_code < 500 or answer.status_code == 503, (path, answer.text)
         assert "Traceback" not in answer.text
 

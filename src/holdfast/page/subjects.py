@@ -53,19 +53,19 @@ class Subject:
         watch, facts, run = self.watch, self._facts, self.watch.refresh()
         left = watch.read_saves(_SAVES_AT_ONCE)
         if run is not self._run:
-            facts = {**facts, "url": run.url, "run_id": run.run_id, "table": api.step_table(run), "read": -1}
-        if len(watch.works) != facts["read"]:
-            steps = watch.facts()
-            gone = {each.name for each in facts.get("steps", ())} - {each.name for each in steps}
-            self.removed |= dict.fromkeys(gone, time.time())
-            facts = {**facts, "steps": steps, "read": len(watch.works)}
+            facts = {**facts, "url": run.url, "run_id": run.run_id, "table": api.step_table(run)}
+            names, missed = (
+                {each.name for each in run.steps},
+                {each.name: time.time() for each in facts.get("steps", ())},
+            )
+            self.removed = {name: at for name, at in (missed | self.removed).items() if name not in names}
         alerts, under_way = watch.alerts(api.AlertRules()), watch.under_way()
         said = [(each.rule, each.step, each.rank) for each in alerts]
         self._run = run
         self._facts = {
-            **facts, "alerts": alerts, "under_way": under_way, "writer": watch.writer, "left": left,
-            "free_bytes": watch.free_bytes(), "agent": watch.agent(), "has_events": bool(watch.events.paths),
-            "as_of": time.time(),
+            **facts, "steps": watch.facts(), "alerts": alerts, "under_way": under_way, "left": left,
+            "writer": watch.writer, "free_bytes": watch.free_bytes(), "agent": watch.agent(),
+            "has_events": bool(watch.events.paths), "as_of": time.time(),
             "damaged": [*watch.events.damaged, *map(str, watch.unreadable.values())],
             "version": f"{watch.version} {said} {under_way}",
         }  # fmt: skip
@@ -78,7 +78,9 @@ class Subject:
         """
         if step in self.removed:
             at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.removed[step]))
-            raise MissingError(f"step {step} was removed at {at}, or shortly before; expected a step that is listed")
+            raise MissingError(
+                f"step {step} was removed at {at}, or a newer timeline left it behind; expected a listed one"
+            )
         with self._lock:
             found = self._opened.pop(step, None)
         if found is None or found.is_overwritten:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
@@ -16,9 +16,10 @@ from holdfast.core.format.names import (
     MANIFEST_FILE,
     PARTS_FOLDER,
     SUPERSEDED_FOLDER,
+    manifest_key,
     rank_of_part,
     step_folder,
-)
+)  # fmt: skip
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.stored.leases.process import can_be_seen, is_gone
 from holdfast.stored.repository import epochs
@@ -29,7 +30,6 @@ from holdfast.stored.repository.tags import TAGS_FOLDER
 from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
 from holdfast.stored.repository.two_roots import TwoRoots, places_of
 from holdfast.training.runs.listing import RunRecord, StepRecord, run_record
-from holdfast.training.runs.remembered_reads import RememberedReads
 from holdfast.training.runs.tiers.agent_files import AgentStatus, read_status
 from holdfast.training.telemetry.alerts import WINDOW_MAX, Alert, AlertRules, Situation, StepFact, alerts_of
 from holdfast.training.telemetry.event_lines import EventLines
@@ -79,6 +79,38 @@ class UnderWay:
 
     told_by: str
     """The source of these facts."""
+
+
+class RememberedReads:
+    """A root that is only read. A writer never changes a manifest, so a manifest is remembered until `forget`."""
+
+    def __init__(self, store: Store) -> None:
+        """Do no I/O."""
+        self._store = store
+        self._manifests: dict[str, bytes] = {}
+
+    def __getattr__(self, name: str) -> object:
+        """Return everything but `get` from the store."""
+        return getattr(self._store, name)
+
+    @property
+    def as_store(self) -> Store:
+        """The same object, for callers that take a store."""
+        return cast(Store, self)
+
+    def forget(self, steps: Iterable[int] | None) -> None:
+        """Forget the manifests of some steps; None: all manifests."""
+        for key in [*self._manifests] if steps is None else map(manifest_key, steps):
+            self._manifests.pop(key, None)
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole."""
+        data = self._manifests.get(key)
+        if data is None:
+            data = self._store.get(key, bytes_max)
+            if key.endswith("/" + MANIFEST_FILE) or key.startswith(SUPERSEDED_FOLDER):
+                self._manifests[key] = data
+        return data
 
 
 class RunWatch:
