@@ -250,4 +250,4 @@ def _known(subject: Subject, step: str) -> str:
 
 def _nearest(name: str, names: Sequence[str]) -> str:
     near = get_close_matches(name[:200], names[-20_000:]) or names[-3:]
-    return f"expected one of {errors.first_three(near)}" if near else "there is none"
+    return f"expected one of {errors.first_three(near)}" if near else "the list is empty"
