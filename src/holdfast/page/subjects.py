@@ -91,7 +91,7 @@ class Subject:
         return found
 
     def reports(self, step: str) -> list[Any]:
-        """Return the reports beside a checkpoint, and errors for unreadable ones; read a moment ago at the earliest."""
+        """Return the reports of a checkpoint, read within the last seconds, and errors for unreadable ones."""
         at, found = self._reports.get(step, (-_FRESH_SECONDS, []))
         checkpoint = self.checkpoint(step)
         if checkpoint.manifest.attempt and time.monotonic() - at > _FRESH_SECONDS:
