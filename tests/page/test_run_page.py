@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
+import pytest
+
 from holdfast import api
+from holdfast.page import subjects
 from tests.page.browsing import Browser
 from tests.page.conftest import RANKS, SLOW_RANK
 
@@ -134,3 +139,34 @@ def test_a_folder_of_runs_and_one_checkpoint(pristine: Path, tmp_path: Path) -> 
     assert "step 300" in browser.get("/run/2").text
     assert "/run/2/tensor?step=-&name=half" in browser.get("/run/2/tensors?step=-").links
     assert "equal" in browser.get("/run/0/diff?step=300&subject=2").text
+
+
+def test_a_store_that_hangs_holds_up_no_page(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    browser = Browser(pristine)
+    browser.get("/")
+    (subject,) = browser.pages.subjects
+    assert subject.watch is not None
+    answers, refresh = threading.Event(), subject.watch.refresh
+    monkeypatch.setattr(subjects, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(subject.watch, "refresh", lambda: answers.wait(60) and refresh())
+    try:
+        page = browser.get("/")
+        assert "the store has not answered" in page.text and "timeline 2" in page.text
+        assert browser.json("/")["as_of"] < time.time()
+    finally:
+        answers.set()
+    monkeypatch.undo()
+    assert "the store has not answered" not in browser.get("/").text
+
+
+def test_a_store_that_never_answered_is_named(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    browser = Browser(pristine)
+    (subject,) = browser.pages.subjects
+    assert subject.watch is not None
+    answers = threading.Event()
+    monkeypatch.setattr(subjects, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(subject.watch, "refresh", lambda: answers.wait(60))
+    try:
+        assert str(pristine) in browser.get("/", 503).text
+    finally:
+        answers.set()

@@ -131,3 +131,16 @@ def test_unknown_names_are_answered_with_the_nearest(browser: Browser) -> None:
 
 def test_the_trace_is_that_of_the_command(browser: Browser, pristine: Path) -> None:
     assert browser.client.get("/run/0/trace?step=300").json() == api.trace(pristine, step=300).document
+
+
+def test_many_tensors_come_in_pages(tmp_path: Path) -> None:
+    state = {"model": {f"w{number:04}": torch.zeros(1) for number in range(1200)}}
+    holdfast.save(tmp_path / "many", state, process_group=False)
+    browser = Browser(tmp_path / "many")
+    path, found = "/run/0/tensors?step=-&prefix=model.", []
+    while path:
+        page = browser.get(path)
+        found += [link for link in page.links if "/tensor?" in link]
+        later = [link for link in page.links if f"start={len(found)}" in link and "format" not in link]
+        path = later[0] if later else ""
+    assert len(found) == len(set(found)) == 1200

@@ -60,15 +60,8 @@ def _row(record: StepRecord, now: datetime) -> list[str]:
     manifest = record.manifest
     if manifest is None:
         return [str(record.step), record.status, *["-"] * (len(_COLUMNS) - 2)]
-    return [
-        record.name,
-        shown_time(manifest.created),
-        shown_age(manifest.created, now),
-        f"{manifest.tensors:,}",
-        shown_bytes(manifest.tensor_bytes),
-        str(manifest.world_size),
-        manifest.attempt,
-    ]
+    size = f"{manifest.tensors:,}", shown_bytes(manifest.tensor_bytes), str(manifest.world_size)
+    return [record.name, shown_time(manifest.created), shown_age(manifest.created, now), *size, manifest.attempt]
 
 
 def _timeline(record: StepRecord) -> str:
