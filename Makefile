@@ -23,6 +23,8 @@
 #                   ONLY=store
 #   make bench-memory  saves into a near tier in memory beside one copy of the state and a disk, restarts of killed ranks,
 #                   training, memory (10 minutes, nothing beside it); QUICK=1
+#   make page       the page in a real browser, and its times (10 minutes): Playwright and Chromium are installed where
+#                   the machine allows; HOLDFAST_CHROMIUM names another one. QUICK=1
 #   make bench-data   speed of the loader, cost of the data position, and resumes on other ranks beside torchdata,
 #                   datasets, Grain and litdata (about 15 minutes); QUICK=1, ONLY=loader_1k,rivals
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
@@ -64,7 +66,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-tiers bench-memory bench-data bench-compare integrations interop fuzz campaign campaign-stores campaign-tiers campaign-memory test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-tiers bench-memory bench-data bench-compare page integrations interop fuzz campaign campaign-stores campaign-tiers campaign-memory test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -150,6 +152,12 @@ bench-tiers: $(READY)
 	@test "$(ONLY)" = store || QUICK=$(QUICK) $(PY) -m bench.tiers
 	@test "$(ONLY)" = disk || QUICK=$(QUICK) $(PY) -m tests.servers.beside \
 	    $(PY) -m bench.tiers '{url}' --server '{server}'
+
+page: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,dev,bench]' 'playwright>=1.50,<2'
+	@[ -n "$$HOLDFAST_CHROMIUM" ] || command -v chromium >/dev/null || (apt-get update -q && apt-get install -y -q --no-install-recommends chromium) >/dev/null
+	@PAGE_PICTURES=$(CURDIR)/docs/plots $(PY) -m pytest -q -n 0 -m '' tests/page/test_browser.py
+	@QUICK=$(QUICK) $(PY) -m bench.page
 
 bench-memory: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,bench]'

@@ -77,7 +77,7 @@ def opened(chromium: Browser, url: str, width: int, colors: Any) -> Iterator[Pag
 
 def picture(page: Page, name: str) -> None:
     if PICTURES:
-        page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)
+        page.screenshot(path=Path(PICTURES) / f"page-{name}.png")
 
 
 @pytest.mark.parametrize(("width", "colors"), [(1280, "light"), (400, "dark")])
