@@ -192,9 +192,7 @@ GOALS = (
     _less("refresh_vs_listing", "a poll of this page without news ÷ listing the folders of the root", 2, 5),
     _less("heat_map_16384", "heat map of 16,384 ranks, drawn in Chromium ÷ reading and decoding the reports", 2, 4),
     _less("tensor_tree_200k", "tree of 200,000 tensors, first answer ÷ opening the checkpoint", 1.2, 2),
-    _less(
-        "page_train_slowdown", "time of two computing processes while the page is polled each 5 s ÷ alone", 1, 1.02
-    ),
+    _less("page_train_slowdown", "time of two computing processes while the page is polled each 5 s ÷ alone", 1, 1.02),
     _less("serve_rss_mib", "memory of the server after the heat map, MiB", 300, 600),
     _less("report_mib", "`--out` of 300 steps on 64 ranks, MiB", 2, 8),
     _more(

@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 2 examples/train_fsdp2.py out
 torchrun --nproc-per-node 3 examples/train_fsdp2.py out
 
-With `--near /dev/shm/run-7` each second step is saved in memory, and a process of its own brings the newest step to `out`
-if the job is killed and does not come back within 20 seconds.
+With `--near /dev/shm/run-7` each second step is saved in memory. If the job is killed and does not come back within 20
+seconds, a process of its own brings the newest step to `out`.
 """
 
 from __future__ import annotations
