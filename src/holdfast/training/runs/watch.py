@@ -11,23 +11,12 @@ from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Holder
 from holdfast.base.types.events import RankReport
-from holdfast.core.format.names import (
-    EPOCHS_FOLDER,
-    MANIFEST_FILE,
-    PARTS_FOLDER,
-    SUPERSEDED_FOLDER,
-    manifest_key,
-    rank_of_part,
-    step_folder,
-)  # fmt: skip
+from holdfast.core.format import names
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.stored.leases.process import can_be_seen, is_gone
-from holdfast.stored.repository import epochs
+from holdfast.stored.repository import epochs, quarantine, tags, timeline_records
 from holdfast.stored.repository.catalog import exists, steps_among
-from holdfast.stored.repository.quarantine import QUARANTINE
 from holdfast.stored.repository.reports import reports_in
-from holdfast.stored.repository.tags import TAGS_FOLDER
-from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
 from holdfast.stored.repository.two_roots import TwoRoots, places_of
 from holdfast.training.runs.listing import RunRecord, StepRecord, run_record
 from holdfast.training.runs.tiers.agent_files import AgentStatus, read_status
@@ -35,7 +24,7 @@ from holdfast.training.telemetry.alerts import WINDOW_MAX, Alert, AlertRules, Si
 from holdfast.training.telemetry.event_lines import EventLines
 from holdfast.training.telemetry.work import Work, works_of
 
-_MOVING = (SUPERSEDED_FOLDER, TIMELINES_FOLDER, EPOCHS_FOLDER)
+_MOVING = (names.SUPERSEDED_FOLDER, timeline_records.TIMELINES_FOLDER, names.EPOCHS_FOLDER)
 """Folders that change when manifests move, or when another process begins to write."""
 
 _STEPS_LOOKED_AT, _UNFINISHED_LOOKED_AT, _RECENT = 3, 64, 64
@@ -100,7 +89,7 @@ class RememberedReads:
 
     def forget(self, steps: Iterable[int] | None) -> None:
         """Forget the manifests of some steps; None: all manifests."""
-        for key in [*self._manifests] if steps is None else map(manifest_key, steps):
+        for key in [*self._manifests] if steps is None else map(names.manifest_key, steps):
             self._manifests.pop(key, None)
 
     def get(self, key: str, bytes_max: int) -> bytes:
@@ -108,7 +97,7 @@ class RememberedReads:
         data = self._manifests.get(key)
         if data is None:
             data = self._store.get(key, bytes_max)
-            if key.endswith("/" + MANIFEST_FILE) or key.startswith(SUPERSEDED_FOLDER):
+            if key.endswith("/" + names.MANIFEST_FILE) or key.startswith(names.SUPERSEDED_FOLDER):
                 self._manifests[key] = data
         return data
 
@@ -148,7 +137,11 @@ class RunWatch:
         self.events.refresh()
         folders = self._store.folders("")
         steps, before = steps_among(folders), self._seen
-        small = {each: self._listed(each) for each in (*_MOVING, TAGS_FOLDER, QUARANTINE) if each[:-1] in folders}
+        small = {
+            each: self._listed(each)
+            for each in (*_MOVING, tags.TAGS_FOLDER, quarantine.QUARANTINE)
+            if each[:-1] in folders
+        }
         self.writer = self._read_writer()
         has_moved = any(small.get(folder) != before[1].get(folder) for folder in _MOVING)
         for place in self._places:
@@ -211,9 +204,9 @@ class RunWatch:
             ranks = tuple(rank for rank in told or range(max(sizes)) if rank not in voted)
             phase = "" if record is None else "write" if ranks else "commit"
             since = min((line.time.timestamp() for line in told.values()), default=None)
-            names = tuple(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
+            machines = tuple(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
             source = "lease and folders" if not told else "events" if record is None else "events and folders"
-            found.append(UnderWay(verb, step, phase, since, max(sizes), tuple(sorted(ranks)), names, source))
+            found.append(UnderWay(verb, step, phase, since, max(sizes), tuple(sorted(ranks)), machines, source))
         return found
 
     def agent(self) -> AgentStatus | None:
@@ -260,10 +253,12 @@ class RunWatch:
 
     def _in_steps(self, steps: Sequence[int]) -> object:
         found = []
-        for folder in map(step_folder, steps):
+        for folder in map(names.step_folder, steps):
             attempts = self._store.folders(folder)
-            parts = [entry.key for each in attempts for entry in self._store.list(f"{folder}{each}/{PARTS_FOLDER}")]
-            found.append((folder, attempts, parts, exists(self._store, f"{folder}{MANIFEST_FILE}")))
+            parts = [
+                entry.key for each in attempts for entry in self._store.list(f"{folder}{each}/{names.PARTS_FOLDER}")
+            ]
+            found.append((folder, attempts, parts, exists(self._store, f"{folder}{names.MANIFEST_FILE}")))
         return found
 
     def _read_writer(self) -> LeaseWriter | None:
@@ -282,7 +277,7 @@ class RunWatch:
         return LeaseWriter(holder, "gone" if is_gone(holder) else "silent" if is_silent else "holds")
 
     def _read_save(self, record: StepRecord) -> Work | None:
-        folder, reports = step_folder(record.step), list[RankReport]()
+        folder, reports = names.step_folder(record.step), list[RankReport]()
         try:
             for key, report in reports_in(self._store, folder, f"save-{_key(record)[1]}-"):
                 if isinstance(report, RankReport):
@@ -308,9 +303,9 @@ class RunWatch:
         """Return the ranks whose parts are stored, in the attempt with most of them."""
         found: list[set[int]] = [set()]
         for attempt in record.leftovers:
-            prefix = f"{step_folder(record.step)}{attempt}/"
-            keys = [entry.key.removeprefix(prefix) for entry in self._store.list(prefix + PARTS_FOLDER)]
-            found.append({rank_of_part(key) for key in keys})
+            prefix = f"{names.step_folder(record.step)}{attempt}/"
+            keys = [entry.key.removeprefix(prefix) for entry in self._store.list(prefix + names.PARTS_FOLDER)]
+            found.append({names.rank_of_part(key) for key in keys})
         return max(found, key=len)
 
 
