@@ -52,13 +52,14 @@ const draw = async (canvas) => {
   }
   context.putImageData(image, 0, 0);
   canvas.dataset.drawn = String(ranks.length);
+  const line = canvas.parentElement.querySelector(".heat-at");
+  line.textContent = `${ranks.length} ranks by host; bands from top to bottom: ${phases.join(", ")}`;
   const under = (event) => {
     const box = canvas.getBoundingClientRect();
     return at(Math.floor(((event.clientX - box.left) * canvas.width) / box.width), Math.floor(((event.clientY - box.top) * canvas.height) / box.height));
   };
   canvas.addEventListener("mousemove", (event) => {
     const { rank, phase } = under(event);
-    const line = canvas.parentElement.querySelector(".heat-at");
     line.textContent = rank ? `rank ${rank.rank} on ${rank.host}, ${phase}: ${(rank.phases[phase] || 0).toFixed(3)} s` : "";
   });
   canvas.addEventListener("click", (event) => {
