@@ -179,6 +179,7 @@ def _do(record: Record, name: str, suite: Suite, number: int, count: int) -> Non
     options = ["-q", "-n", "0", "--timeout", "3600", "-o", "faulthandler_timeout=3660", f"--hypothesis-seed={seed}"]
     report = FOLDER / f"{name.replace(' ', '-')}.xml"
     options += reporting(report)
+    report.unlink(missing_ok=True)
     rounds = {suite.rounds_variable: str(count)} if suite.rounds_variable else {}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *suite.files],

@@ -67,8 +67,8 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
     if is_memory and bytes_max is None:
         bytes_max = _memory_for(store)
     command = agent_command(tier, path, root, settings) if tier.agent else ()
-    spare_bytes = store.spare_bytes if isinstance(store, ShelfStore) else None
-    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, spare_bytes, command)
+    spares = (store.spare_bytes, store.drop_spares) if isinstance(store, ShelfStore) else None
+    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, spares, command)
 
 
 def _require_own_folder(tier: Tier, path: str, is_memory: bool) -> None:

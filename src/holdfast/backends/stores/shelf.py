@@ -174,6 +174,10 @@ class ShelfStore(LocalStore):
         """Return the bytes of collected files, whose memory the next uploads take again."""
         return self._spares.bytes()
 
+    def drop_spares(self) -> None:
+        """Remove collected files, so that their memory is free at once."""
+        self._spares.trim(0)
+
     def free_bytes(self) -> int | None:
         """Return the free bytes of the file system and of spares, less those that stay free for others."""
         try:

@@ -56,14 +56,14 @@ def require_loads(run: holdfast.CheckpointManager, step: int, count: int = COUNT
     assert all(torch.equal(found[name], value) for name, value in state_of(step, count).items() if name != "step")  # type: ignore[arg-type]
 
 
-def manager(root: Path, near: Path, **tier: object) -> holdfast.CheckpointManager:
+def manager(root: Path, near: Path, *, grace_seconds: float = 0.0, **tier: object) -> holdfast.CheckpointManager:
     chosen: dict[str, object] = {"every": 1, "keep_last": 1, "bytes_max": 1 << 40, **tier}
     return holdfast.CheckpointManager(
         root,
         every=1000,
         process_group=False,
         preemption=False,
-        settings=Settings(collect_grace_seconds=0.0),
+        settings=Settings(collect_grace_seconds=grace_seconds),
         near=holdfast.Tier(near, **chosen),  # type: ignore[arg-type]
     )
 
@@ -357,3 +357,70 @@ def test_workers_of_a_data_loader_live_beside_a_near_tier_in_a_small_mount(tmp_p
     ended = subprocess.run([*small, *command], capture_output=True, text=True, check=False, timeout=120)
     assert not ended.returncode, ended.stderr[-3000:]
     print(ended.stdout)
+
+
+# ------------------------------------------------------------------------------------ after a kill
+
+
+def left_by_a_kill(tmp_path: Path, near: Path, *steps: int) -> int:
+    """Save some steps that no collection takes, as a job that is killed within its grace; return the bytes of one."""
+    run = manager(tmp_path / "root", near, grace_seconds=600.0)
+    run.load(state_of(0))
+    for step in steps:
+        saved_near(run, step)
+    run.close(wait=False)
+    return sum(path.stat().st_size for path in (near / f"step-{steps[0]:012d}").rglob("*") if path.is_file())
+
+
+def test_a_tier_that_a_kill_left_full_takes_the_steps_of_the_next_job(tmp_path: Path, near: Path) -> None:
+    step_bytes = left_by_a_kill(tmp_path, near, 1, 2)
+    with manager(tmp_path / "root", near, bytes_max=step_bytes * 5 // 2) as run:
+        require_loads(run, 2)
+        for step in range(3, 7):
+            saved_near(run, step)
+            await_(lambda: len(list(near.glob("step-*"))) <= 2)
+        require_loads(run, 6)
+
+
+def test_memory_that_a_kill_left_full_is_free_after_a_step_has_gone_to_the_root(
+    tmp_path: Path, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_a_kill(tmp_path, near, 1, 2)
+    with manager(tmp_path / "root", near) as run:
+        require_loads(run, 2)
+        with monkeypatch.context() as short:
+            short.setattr("holdfast.training.runs.tiers.room.memory_domains", lambda: [MemoryDomain(b"", 1)])
+            with pytest.raises(UnavailableError, match="a step needs"):
+                saved_near(run, 3)
+            assert saved_due(run, 4) == "root"
+            await_(lambda: not (near / f"step-{1:012d}" / "manifest.json").exists())
+        saved_near(run, 5)
+    assert not list(near.glob("step-*")) and not list(near.glob(".spare-*")), "close has emptied the folder"
+
+
+def test_a_job_whose_steps_all_went_to_the_root_empties_the_near_tier(
+    tmp_path: Path, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_a_kill(tmp_path, near, 1, 2)
+    monkeypatch.setattr("holdfast.training.runs.tiers.room.memory_domains", lambda: [MemoryDomain(b"", 1)])
+    with manager(tmp_path / "root", near) as run:
+        require_loads(run, 2)
+        assert saved_due(run, 3) == "root"
+    assert not list(near.glob("step-*")) and not list(near.glob(".spare-*"))
+
+
+def test_files_of_a_killed_save_are_not_the_size_of_a_step(
+    tmp_path: Path, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_by_a_kill(tmp_path, near, 1)
+    begun = near / f"step-{2:012d}" / ("0" * 16)
+    begun.mkdir(parents=True)
+    (begun / "r00000.safetensors.part").write_bytes(b"x")
+    monkeypatch.setattr(
+        "holdfast.training.runs.tiers.room.memory_domains", lambda: [MemoryDomain(b"", 64 * MIB + 3 * COUNT)]
+    )
+    run = manager(tmp_path / "root", near)
+    require_loads(run, 1)
+    with pytest.raises(UnavailableError, match="a step needs"):
+        saved_near(run, 3)
+    run.close(wait=False)

@@ -36,7 +36,15 @@ from dataclasses import asdict, dataclass, replace
 from holdfast.base.clock import Clock
 from holdfast.base.types.events import Event
 from holdfast.core.format.names import RUN_FILE
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, first_three
+from holdfast.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    UnavailableError,
+    first_three,
+)
 from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process
 from holdfast.stored.repository import epochs
 from holdfast.stored.repository.catalog import read_run_id
@@ -126,7 +134,12 @@ class Agent:
     def _watched(self) -> bool:
         """Return once no job lives; True at the end of the agent."""
         self._enter("watching")
-        if error := self._root_error():
+        try:
+            error = self._root_error()
+        except InvalidError as other_run:
+            self._enter("ended", error=str(other_run))
+            raise
+        if error:
             logger.warning("%s: a drain would fail: %s", self._near.url, error)
             self._enter("watching", error=error)
         while self._has_job():
@@ -142,7 +155,8 @@ class Agent:
             read_run_id(self._drain.run.root)
         except CheckpointError as error:
             return str(error)
-        self._drain.require_run()
+        with suppress(UnavailableError):
+            self._drain.require_run()
         return ""
 
     def _orphaned(self) -> bool:

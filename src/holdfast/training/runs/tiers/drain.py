@@ -126,10 +126,8 @@ class Drain:
 
     def note_commit(self, step: int, digest: str, is_due: bool) -> None:
         """Take note of a step that is near. On the commit thread of each rank."""
-        if not self.has_adopted:
-            self._adopt_earlier()
-            self._earlier.discard((step, digest))
-            self.has_adopted = True
+        self.adopt_earlier()
+        self._earlier.discard((step, digest))
         self._newest = step, digest
         if is_due:
             self._add((step, digest))
@@ -190,7 +188,8 @@ class Drain:
             logger.warning("%s", undrained(left[-1][0], "the manager was closed"))
         if self._newest is not None and may_wait():
             self._keys.end_last()
-        has_newest = self._newest is not None and self._newest in (self._at_root or {})
+        # Without a near step of this job, each save since the adoption has gone straight to the root.
+        has_newest = self.has_adopted and (self._newest is None or self._newest in (self._at_root or {}))
         return has_newest and not left and not self._given_up
 
     def _add(self, name: StepAndDigest) -> None:
@@ -209,13 +208,16 @@ class Drain:
         pins.pin(pin, None)
         due.pins.append((pins, pin))
 
-    def _adopt_earlier(self) -> None:
-        """Find the due steps that an earlier job left near. Whether the root has them, the thread looks."""
+    def adopt_earlier(self) -> None:
+        """Pin the due steps that an earlier job left near, once. Whether the root has them, the thread looks."""
+        if self.has_adopted:
+            return
         for stored in run_timelines(self._run.near).chain:
             manifest = None if stored.digest is None else manifest_in(self._run.near, (stored.step, stored.digest))
             if manifest is not None and not manifest.near_only:
                 self._earlier.add((stored.step, manifest.digest))
                 self._add((stored.step, manifest.digest))
+        self.has_adopted = True
 
     def _wake_up(self) -> None:
         with GUARD:

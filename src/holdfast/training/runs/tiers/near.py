@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.base.ports.store import Store
+from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three, shown_bytes
 from holdfast.policies import AnyOf, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.settings import MIB
@@ -54,8 +56,8 @@ class NearPlace:
     is_memory: bool = False
     """Whether the folder is in memory, so that the end of the job empties it."""
 
-    spare_bytes: Callable[[], int] | None = None
-    """Returns the bytes of collected files that the next step takes again; None unless the folder is in memory."""
+    spares: tuple[Callable[[], int], Callable[[], None]] | None = None
+    """Returns the bytes of collected files that the next step takes again, and removes these files; None on a disk."""
 
     agent: Sequence[str] = ()
     """The command of the agent; empty for none."""
@@ -93,7 +95,7 @@ class NearTier:
         """The parts of saves into the near tier."""
         self.drain = Drain(job, run, self.parts, root, keep, dispatcher)
         """Copies due steps to the root."""
-        self.room = NearRoom(place.store, place.bytes_max, place.spare_bytes)
+        self.room = NearRoom(place.store, place.bytes_max, place.spares)
         """Whether the next step has a place near."""
         if place.is_memory and place.bytes_max is not None and job.comm.rank == 0:
             logger.log(
@@ -118,9 +120,17 @@ class NearTier:
 
     def watch(self, handle: SaveHandle, request: StepRequest, *, is_due: bool) -> None:
         """Learn from the end of a save whether the near tier takes steps, and end its handle after the drain."""
-        handle.near.add_done_callback(self.room.note_end)
+        handle.near.add_done_callback(self._note_end)
         if is_due:
             self.drain.watch(handle, request)
+
+    def _note_end(self, ended: Future[SaveReport]) -> None:
+        self.room.note_end(ended)
+        if ended.exception() is None and ended.result().tier == "root":
+            # The steps of an earlier job may fill the near tier. They go once the due ones are drained.
+            with suppress(CheckpointError):
+                self.drain.adopt_earlier()
+                self.parts.collect_soon()
 
     def _note_commit(self, step: int, digest: str, is_due: bool) -> None:
         if self._job.comm.rank == 0 and (manifest := manifest_in(self._place.store, (step, digest))) is not None:

@@ -11,7 +11,7 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.core.format.step_name import StepName
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.publishing.outcome import OutcomeKind
@@ -23,6 +23,7 @@ from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
 from holdfast.stored.repository.timelines import StoredManifest, run_timelines
 from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.loading.named_step import find_named
+from holdfast.training.runs.tiers.agent_files import has_other_job
 from holdfast.training.runs.tiers.drain_facts import undrained
 
 
@@ -95,6 +96,11 @@ class NearDrain:
             UnavailableError: Storage failed.
         """
         run_id, clock = self.require_run(), self.clock
+        if remove and has_other_job(self.run.near):
+            raise ConflictError(
+                f"{self.run.near.url}: a job has the near tier open; expected none. Nothing was touched. End the "
+                "job, then empty the near tier"
+            )
         if read_run_id(self.run.root) is None:
             for entry in [*self.run.near.list(TAGS_FOLDER), *self.run.near.list(TIMELINES_FOLDER)]:
                 self.run.root.put(entry.key, self.run.near.get(entry.key, entry.bytes))

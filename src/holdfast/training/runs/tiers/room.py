@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.engine.memory_limits import memory_domains
 from holdfast.core.format.names import step_folder, step_of_pack
-from holdfast.errors import CheckpointError, UnavailableError, first_three, shown_bytes
+from holdfast.errors import CheckpointError, CorruptError, MissingError, UnavailableError, first_three, shown_bytes
 from holdfast.settings import MIB
-from holdfast.stored.repository.catalog import step_folders
+from holdfast.stored.repository.catalog import read_manifest, step_folders
 
 _PROBE = "near-room-probe.json"
 
@@ -28,16 +29,18 @@ _STAYS_FREE_BYTES = 64 * MIB
 class NearRoom:
     """What rank 0 knows of the room of a near tier. The folder is one file system for all ranks."""
 
-    def __init__(self, store: Store, bytes_max: int | None, spare_bytes: Callable[[], int] | None) -> None:
+    def __init__(
+        self, store: Store, bytes_max: int | None, spares: tuple[Callable[[], int], Callable[[], None]] | None
+    ) -> None:
         """Look at nothing yet.
 
         Args:
             store: The near tier.
             bytes_max: Most bytes of all files there; None for what the file system holds.
-            spare_bytes: Of a near tier in memory: returns the bytes of collected files that the next step takes again.
-                None on a disk.
+            spares: Of a near tier in memory: returns the bytes of collected files that the next step takes again, and
+                removes these files. None on a disk.
         """
-        self._store, self._bytes_max, self._spare_bytes = store, bytes_max, spare_bytes
+        self._store, self._bytes_max, self._spares = store, bytes_max, spares
         self._step_bytes = 0
         """Bytes that the last step wrote."""
         self._failure = ""
@@ -45,7 +48,7 @@ class NearRoom:
 
     def note_saved(self, manifest: Manifest) -> None:
         """Take note of the size of a step that is near."""
-        self._step_bytes = sum(file.bytes for file in manifest.files if step_of_pack(file.name) is None)
+        self._step_bytes = _own_bytes(manifest)
 
     def note_end(self, ended: Future[SaveReport]) -> None:
         """Take note of the end of a save into the near tier."""
@@ -77,26 +80,34 @@ class NearRoom:
         step_bytes = self._step_bytes or self._bytes_of_newest() or state_bytes
         needed, free = f", and a step needs {shown_bytes(step_bytes)}", self._store.free_bytes()
         if free is not None and free < step_bytes:
-            return f"has {shown_bytes(free)} free{needed}{'' if self._spare_bytes is None else _LARGER_MOUNT}"
+            return f"has {shown_bytes(free)} free{needed}{'' if self._spares is None else _LARGER_MOUNT}"
         used = 0 if self._bytes_max is None else sum(entry.bytes for entry in self._store.list(""))
-        if self._bytes_max is not None and used + step_bytes > self._bytes_max:
+        # Steps of an earlier job may fill the tier, and are only collected after a save: the first save may be over.
+        more_bytes = 0 if not self._step_bytes and step_folders(self._store) else step_bytes
+        if self._bytes_max is not None and used + more_bytes > self._bytes_max:
             return f"has {shown_bytes(used)} of Tier(bytes_max={shown_bytes(self._bytes_max)}){needed}"
-        return "" if self._spare_bytes is None else self._lack_of_memory(step_bytes - self._spare_bytes())
+        return "" if self._spares is None else self._lack_of_memory(step_bytes, *self._spares)
 
     def _bytes_of_newest(self) -> int:
-        """Return the bytes of the newest step that an earlier job has left; 0 if there is none."""
-        steps = step_folders(self._store)
-        return sum(entry.bytes for entry in self._store.list(step_folder(steps[-1]))) if steps else 0
+        """Return the bytes of the newest whole step that an earlier job has left; 0 if there is none."""
+        for step in reversed(step_folders(self._store)):
+            with suppress(MissingError, CorruptError):  # The save was killed.
+                return _own_bytes(read_manifest(self._store, step_folder(step)))
+        return 0
 
-    def _lack_of_memory(self, fresh_bytes: int) -> str:
+    def _lack_of_memory(self, step_bytes: int, spare_bytes: Callable[[], int], drop_spares: Callable[[], None]) -> str:
         """Return why the memory of the host does not hold a step; empty if it does.
 
         The kernel kills a process of a control group that is full, instead of an error.
         """
-        # The first save also allocates the arena, which the process keeps.
-        copies_bytes = 0 if self._step_bytes else fresh_bytes
-        needed = fresh_bytes + copies_bytes + _STAYS_FREE_BYTES
+        # The first save also allocates the arena, which the process keeps. Spares of an earlier job may be too small for
+        # this one: until a save they do not count, and go if memory is short.
+        fresh_bytes = step_bytes - spare_bytes() if self._step_bytes else 2 * step_bytes
+        needed = fresh_bytes + _STAYS_FREE_BYTES
         free = min(domain.free_bytes for domain in memory_domains())
+        if free < needed and not self._step_bytes and spare_bytes():
+            drop_spares()
+            free = min(domain.free_bytes for domain in memory_domains())
         if fresh_bytes <= 0 or free >= needed:
             return ""
         return (
@@ -104,3 +115,8 @@ class NearRoom:
             f"{shown_bytes(needed)}: its files, copies on their way there and what stays free; swap does not count. "
             "Raise the limit of the container (docker run --memory, resources.limits.memory)"
         )
+
+
+def _own_bytes(manifest: Manifest) -> int:
+    """Return the bytes of a step without packs of other steps."""
+    return sum(file.bytes for file in manifest.files if step_of_pack(file.name) is None)
