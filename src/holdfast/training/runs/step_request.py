@@ -131,7 +131,8 @@ class StepRequest:
         self._passed = replace(passed, state={})
         framework, loaded = self._parts.job.framework, self._parts.position.loaded_state
         collected = framework.collect(passed.state, passed.selection)
-        self._state_bytes = sum(each.shard.tensor.global_bytes for each in collected.shards)
+        if self._parts.why_no_room is not None:
+            self._state_bytes = sum(each.shard.tensor.global_bytes for each in collected.shards)
         # Only now: after an evaluation FSDP2 shows whole parameters; the collection makes FSDP2 show shards again.
         is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
         as_loaded = loaded is not None and is_still and self._equals(loaded, collected, passed.state)

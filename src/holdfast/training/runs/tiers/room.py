@@ -100,8 +100,8 @@ class NearRoom:
 
         The kernel kills a process of a control group that is full, instead of an error.
         """
-        # The first save also allocates the arena, which the process keeps. Spares of an earlier job may be too small for
-        # this one: until a save they do not count, and go if memory is short.
+        # The first save also allocates the arena, which the process keeps. Spares of an earlier job may be too small:
+        # until a save they do not count, and go if memory is short.
         fresh_bytes = step_bytes - spare_bytes() if self._step_bytes else 2 * step_bytes
         needed = fresh_bytes + _STAYS_FREE_BYTES
         free = min(domain.free_bytes for domain in memory_domains())
