@@ -12,11 +12,11 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Holder
 from holdfast.base.types.events import RankReport
 from holdfast.core.format import names
-from holdfast.errors import CheckpointError, CorruptError
+from holdfast.errors import CheckpointError, CorruptError, UnavailableError
 from holdfast.stored.leases.process import can_be_seen, is_gone
 from holdfast.stored.repository import epochs, quarantine, tags, timeline_records
 from holdfast.stored.repository.catalog import exists, steps_among
-from holdfast.stored.repository.reports import reports_in
+from holdfast.stored.repository.reports import REPORTS_FOLDER, reports_in
 from holdfast.stored.repository.two_roots import TwoRoots, places_of
 from holdfast.training.runs.listing import RunRecord, StepRecord, run_record
 from holdfast.training.runs.tiers.agent_files import AgentStatus, read_status
@@ -28,6 +28,7 @@ _MOVING = (names.SUPERSEDED_FOLDER, timeline_records.TIMELINES_FOLDER, names.EPO
 """Folders that change when manifests move, or when another process begins to write."""
 
 _STEPS_LOOKED_AT, _UNFINISHED_LOOKED_AT, _RECENT = 3, 64, 64
+_REPORTS_AWAITED_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,11 @@ class RunWatch:
         self._facts: list[StepFact] = []
         self._seen: tuple[Sequence[int], Mapping[str, object], object] = (), {}, None
         self._beat: tuple[int, bytes | None, float] = 0, None, 0.0
+        self._reads = 0
+        self._awaited: dict[tuple[int, str], float] = {}
+        """Until when a report of a save may still come: monotonic time, 0 for a save before the first look."""
+        self._reports: dict[tuple[int, str], list[str]] = {}
+        """The keys of the reports, as last read, of a save with absent ranks."""
         self.works: dict[tuple[int, str], Work | None] = {}
         """The saves by step and attempt, as far as `read_saves` has come; None without a report."""
         self.unreadable: dict[str, CheckpointError] = {}
@@ -150,6 +156,12 @@ class RunWatch:
             self._record, self._facts = run_record(self._store), []
             records = (each for each in self._record.steps if each.manifest and not each.fenced)
             self._newest = sorted(records, key=_created, reverse=True)
+            until = self._clock.monotonic_seconds() + _REPORTS_AWAITED_SECONDS if self._news else 0.0
+            self._awaited = {_key(each): self._awaited.get(_key(each), until) for each in self._newest}
+            self.works = {key: work for key, work in self.works.items() if key in self._awaited}
+            self._reports = {key: keys for key, keys in self._reports.items() if key in self._awaited}
+            listed = {names.step_folder(step) for step in steps}
+            self.unreadable = {key: each for key, each in self.unreadable.items() if f"{key.split('/')[0]}/" in listed}
             self._unfinished = [each for each in self._record.steps if not each.manifest or each.leftovers]
             self._news += 1
             self._seen = steps, small, self._in_steps(self._watched(steps))
@@ -165,24 +177,32 @@ class RunWatch:
     def version(self) -> str:
         """A text that changes with the news: of the listing, the writer and the saves that were read."""
         state = None if self.writer is None else self.writer.state
-        return f"{self._news} {state} {len(self.works)} {len(self.events.failed)}"
+        return f"{self._news} {state} {self._reads} {len(self.events.failed)}"
 
     def read_saves(self, limit: int) -> int:
         """Read the reports of the newest saves that were not read before; return how many saves are left.
 
+        A rank writes its report after the commit, so the newest saves with absent ranks are read again.
+
         Args:
             limit: Most saves to read now.
         """
-        pending = [record for record in self._newest if _key(record) not in self.works]
+        now = self._clock.monotonic_seconds()
+        new = [record for record in self._newest if _key(record) not in self.works]
+        recent = [each for each in self._newest[:WINDOW_MAX] if self._awaited[_key(each)] > now]
+        again = {
+            _key(each): each for each in (*self._newest[:_STEPS_LOOKED_AT], *recent) if _key(each) in self._reports
+        }
+        pending = [*new, *again.values()]
         for record in pending[:limit]:
-            self.works[_key(record)], self._facts = self._read_save(record), []
+            self._read_save(record)
         if pending:
             for key in self.works.keys() - {_key(record) for record in self._newest[:WINDOW_MAX]}:
                 # Of older saves only the extremes are kept: sixteen thousand ranks fill much memory.
                 if (work := self.works[key]) is not None and len(work.ranks) > 3:
                     extremes = {rank.rank: rank for rank in work.extremes.values()}
                     self.works[key] = replace(work, ranks=tuple(extremes[rank] for rank in sorted(extremes)))
-        return max(len(pending) - limit, 0)
+        return max(len(new) - limit, 0)
 
     def under_way(self) -> list[UnderWay]:
         """Return the work under way: from the events, and from attempts in the folders while a writer may write."""
@@ -276,17 +296,31 @@ class RunWatch:
         is_silent = not can_be_seen(holder) and now - self._beat[2] > holder.lease_seconds
         return LeaseWriter(holder, "gone" if is_gone(holder) else "silent" if is_silent else "holds")
 
-    def _read_save(self, record: StepRecord) -> Work | None:
-        folder, reports = names.step_folder(record.step), list[RankReport]()
+    def _read_save(self, record: StepRecord) -> None:
+        """Read the reports of a save, unless none came since the last read. Without the store nothing is remembered."""
+        key, folder, reports = _key(record), names.step_folder(record.step), list[RankReport]()
+        begins, errors = f"save-{key[1]}-", dict[str, CheckpointError]()
+        prefix = f"{folder}{REPORTS_FOLDER}{begins}"
         try:
-            for key, report in reports_in(self._store, folder, f"save-{_key(record)[1]}-"):
+            listed = [each.key for each in self._store.list(folder + REPORTS_FOLDER) if each.key.startswith(prefix)]
+            if listed == self._reports.get(key):
+                return
+            for report_key, report in reports_in(self._store, folder, begins):
                 if isinstance(report, RankReport):
                     reports.append(report)
                 else:
-                    self.unreadable[key] = report
+                    errors[report_key] = report
         except CheckpointError as error:
-            self.unreadable[folder] = error
-        return next(iter(works_of(reports)), None)
+            errors[folder] = error
+        self._reads, self._facts = self._reads + 1, []
+        others = {at: each for at, each in self.unreadable.items() if at != folder and not at.startswith(prefix)}
+        self.unreadable = others | errors
+        if any(isinstance(each, UnavailableError) for each in errors.values()):
+            return
+        work = self.works[key] = next(iter(works_of(reports)), None)
+        self._reports.pop(key, None)
+        if work is None or len(work.ranks) < work.world_size:
+            self._reports[key] = listed
 
     def _fact(self, record: StepRecord) -> StepFact:
         damage = f"under quarantine: {record.quarantined}" if record.quarantined else ""
