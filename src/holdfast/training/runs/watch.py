@@ -16,6 +16,7 @@ from holdfast.errors import CheckpointError, CorruptError, UnavailableError
 from holdfast.stored.leases.process import can_be_seen, is_gone
 from holdfast.stored.repository import epochs, quarantine, tags, timeline_records
 from holdfast.stored.repository.catalog import exists, steps_among
+from holdfast.stored.repository.near_tier import read_near
 from holdfast.stored.repository.reports import REPORTS_FOLDER, reports_in
 from holdfast.stored.repository.two_roots import TwoRoots, places_of
 from holdfast.training.runs.listing import RunRecord, StepRecord, run_record
@@ -155,7 +156,7 @@ class RunWatch:
         if self._record is None or (steps, small, self._in_steps(self._watched(steps))) != before:
             self._record, self._facts = run_record(self._store), []
             records = (each for each in self._record.steps if each.manifest and not each.fenced)
-            self._newest = sorted(records, key=_created, reverse=True)
+            self._newest = sorted(records, key=_order, reverse=True)
             until = self._clock.monotonic_seconds() + _REPORTS_AWAITED_SECONDS if self._news else 0.0
             self._awaited = {_key(each): self._awaited.get(_key(each), until) for each in self._newest}
             self.works = {key: work for key, work in self.works.items() if key in self._awaited}
@@ -249,15 +250,21 @@ class RunWatch:
         damage = (each for each in (*of_run, *self.unreadable.values()) if isinstance(each, CorruptError))
         writer = self.writer.holder if self.writer is not None and self.writer.state == "holds" else None
         under_way = frozenset(each.step for each in self.under_way() if each.verb == "save" and each.step is not None)
-        recent = {(each.step, each.name) for each in self._newest[:_RECENT]}
+        highest = sorted(self._newest, key=lambda each: each.step)[-1:]
+        recent = {(each.step, each.name) for each in (*self._newest[:_RECENT], *highest)}
         facts = [each for each in self.facts() if each.damage or each.bytes is None or (each.step, each.name) in recent]
         situation = Situation(
             self._clock.unix_seconds(), facts, writer, under_way, self.events.failed, self.free_bytes(),
-            [*map(str, damage), *self.events.damaged],
+            [*map(str, damage), *self.events.damaged], self._is_near_hidden(),
         )  # fmt: skip
         return alerts_of(situation, rules)
 
     # ------------------------------------------------------------------------------------------------ inside
+
+    def _is_near_hidden(self) -> bool:
+        with suppress(CheckpointError):
+            return len(self._places) == 1 and read_near(self._store) is not None
+        return False
 
     def _listed(self, folder: str) -> object:
         # A heartbeat is replaced all the time, and is no news of the listing.
@@ -348,5 +355,6 @@ def _key(record: StepRecord) -> tuple[int, str]:
     return record.step, record.manifest.attempt
 
 
-def _created(record: StepRecord) -> tuple[float, int]:
-    return record.created_unix_seconds or 0.0, record.step
+def _order(record: StepRecord) -> tuple[int, int]:
+    assert record.manifest is not None, "a step without a manifest has no save"
+    return record.manifest.timeline.number, record.step

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from itertools import pairwise
 from statistics import median
 
@@ -152,16 +154,25 @@ class Situation:
     damage: Sequence[str] = ()
     """Damage of the run that is of no step."""
 
+    is_near_hidden: bool = False
+    """Whether the root names a near tier that this host does not see: a drain looks like a killed save."""
+
     @property
     def saves(self) -> list[Work]:
         """The saves with reports, the newest first. Steps that a newer timeline left behind count too."""
-        works = (fact.work for fact in self.steps if fact.work is not None)
-        return sorted(works, key=lambda work: -work.began_unix_seconds)[: WINDOW_MAX + USUAL]
+        facts = sorted(self.steps, key=lambda fact: (fact.timeline.number, fact.step), reverse=True)
+        return [fact.work for fact in facts if fact.work is not None][: WINDOW_MAX + USUAL]
 
     @property
     def committed(self) -> list[StepFact]:
         """The committed steps, ascending."""
         return [fact for fact in self.steps if fact.status == "committed"]
+
+    @property
+    def commits(self) -> list[float]:
+        """The times of all commits, ascending; those of steps that a newer timeline left behind too."""
+        facts = (fact for fact in self.steps if fact.status in ("committed", "superseded"))
+        return sorted(fact.created_unix_seconds for fact in facts if fact.created_unix_seconds is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,16 +212,20 @@ def alerts_of(situation: Situation, rules: AlertRules) -> list[Alert]:
 
 
 def _stalled(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    commits = sorted(fact.created_unix_seconds for fact in now.committed if fact.created_unix_seconds is not None)
+    commits = now.commits
     if now.writer is None or len(commits) < 3:
         return
-    silent = now.now_unix_seconds - commits[-1]
+    began = 0.0
+    with suppress(ValueError, OverflowError):
+        began = datetime.fromisoformat(now.writer.since).timestamp()
+    silent = now.now_unix_seconds - max(commits[-1], began)
     interval = _interval(commits[-USUAL - 1 :])
     if silent > max(rules.stalled_intervals * interval, rules.stalled_seconds):
         usual = f"usual are {shown_seconds(interval)}. {now.writer} holds the lease"
         numbers = {"silent_seconds": silent, "interval_seconds": interval}
         text = f"no commit for {shown_seconds(silent)}; {usual}"
-        yield Alert("stalled", text, now.committed[-1].step, host=now.writer.host, numbers=numbers)
+        step = max((fact.step for fact in now.committed), default=None)
+        yield Alert("stalled", text, step, host=now.writer.host, numbers=numbers)
 
 
 def _saves(now: Situation, rules: AlertRules) -> Iterator[Alert]:
@@ -253,12 +268,14 @@ def _slow_ranks(saves: Sequence[Work], rules: AlertRules) -> Iterator[Alert]:
 
 
 def _failing(now: Situation, rules: AlertRules) -> Iterator[Alert]:
-    newest = now.committed[-1:]
-    last = max((fact.created_unix_seconds or 0.0 for fact in newest), default=0.0)
+    newest, last = now.committed[-1:], max(now.commits, default=0.0)
     failed = [each for each in now.failed if each.verb == "save" and each.time.timestamp() > last + 1]
-    # A newer timeline may save lower numbers than an attempt that is older than the last commit.
     open_steps = [fact.step for fact in now.steps if fact.status == "unfinished" and fact.step not in now.under_way]
     steps = {step for step in open_steps if not newest or step > newest[0].step}
+    # After going back, an attempt above the newest commit may be of the timeline that training left.
+    went_back = any(fact.status == "superseded" and fact.step > newest[0].step for fact in now.steps if newest)
+    if now.is_near_hidden or went_back:
+        steps = set()
     steps |= {each.step for each in failed if each.step is not None}
     count = len(steps) or len(failed)
     if count:

@@ -68,22 +68,16 @@ class Work:
     """Wall-clock time of the first call."""
 
     ranks: tuple[RankWork, ...]
-    """Every rank with a report, ascending."""
+    """Every rank with a report, ascending; of an older save that is watched, the extremes alone."""
 
-    @property
-    def seconds(self) -> float:
-        """Seconds on the rank that took longest."""
-        return max(rank.seconds for rank in self.ranks)
+    seconds: float
+    """Seconds on the rank that took longest."""
 
-    @property
-    def held_seconds(self) -> float:
-        """Seconds for which the save blocked training, on the rank that was blocked longest."""
-        return max(rank.held_seconds for rank in self.ranks)
+    held_seconds: float
+    """Seconds for which the save blocked training, on the rank that was blocked longest."""
 
-    @property
-    def throttled(self) -> int:
-        """Requests of all ranks that the store refused or left unanswered under load."""
-        return sum(rank.throttled for rank in self.ranks)
+    throttled: int
+    """Requests of all ranks that the store refused or left unanswered under load."""
 
     @property
     def extremes(self) -> dict[str, RankWork]:
@@ -106,12 +100,12 @@ def works_of(reports: Iterable[RankReport]) -> list[Work]:
         found.setdefault((report.operation.verb, report.id), {})[report.operation.rank] = report
     works = []
     for (_, id_), of_rank in found.items():
-        operation, began = (
-            next(iter(of_rank.values())).operation,
-            min(each.began_unix_seconds for each in of_rank.values()),
-        )
+        operation = next(iter(of_rank.values())).operation
+        began = min(each.began_unix_seconds for each in of_rank.values())
         ranks = tuple(_rank_work(of_rank[rank]) for rank in sorted(of_rank))
-        works.append(Work(operation.verb, id_, operation.step, operation.world_size, began, ranks))
+        seconds, held = max(rank.seconds for rank in ranks), max(rank.held_seconds for rank in ranks)
+        throttled, size = sum(rank.throttled for rank in ranks), operation.world_size
+        works.append(Work(operation.verb, id_, operation.step, size, began, ranks, seconds, held, throttled))
     return sorted(works, key=lambda work: -work.began_unix_seconds)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.base.types.epoch import Holder
 from holdfast.base.types.events import Operation, Phase, RankReport
+from holdfast.base.types.timeline import Timeline
 from holdfast.errors import InvalidError
 from holdfast.training.telemetry.alerts import AlertRules, Situation, StepFact, alerts_of
 from holdfast.training.telemetry.event_lines import EventLine
@@ -18,7 +19,7 @@ from holdfast.training.telemetry.work import Work, works_of
 
 START = 1_000_000.0
 INTERVAL = 100.0
-HOLDER = Holder("trainer-3", "boot", "namespaces", 17, 5, "2026-01-01", "nonce", 60.0)
+HOLDER = Holder("trainer-3", "boot", "namespaces", 17, 5, "1970-01-12T00:00:00+00:00", "nonce", 60.0)
 
 
 def save(
@@ -76,6 +77,10 @@ def failed(seconds: float, verb: str = "save") -> EventLine:
     return EventLine(time, "failed", 2, verb, 12, 4, "host-2", "UnavailableError", "the disk is full")  # type: ignore[arg-type]
 
 
+def since(seconds: float) -> Holder:
+    return replace(HOLDER, since=datetime.fromtimestamp(seconds, UTC).isoformat())
+
+
 def changed(facts: Sequence[StepFact], **last: Any) -> list[StepFact]:
     return [*facts[:-1], replace(facts[-1], **last)]
 
@@ -90,6 +95,9 @@ def long_saves(saves: int, seconds: float) -> list[StepFact]:
 
 
 LAST = START + 11 * INTERVAL
+SUPERSEDED = [replace(fact, status="superseded") for fact in quiet()[5:]]
+WENT_BACK = [*quiet()[:5], *SUPERSEDED]
+"""Training went back to step 4, and has not committed since."""
 OVER: dict[str, tuple[str, Callable[[], Situation], Callable[[], Situation]]] = {
     "stalled": (
         "stalled",
@@ -100,6 +108,16 @@ OVER: dict[str, tuple[str, Callable[[], Situation], Callable[[], Situation]]] = 
         "stalled",
         lambda: situation(quiet(), now_unix_seconds=LAST + 301),
         lambda: situation(quiet(), now_unix_seconds=LAST + 301, writer=None),
+    ),
+    "stalled after a pause": (
+        "stalled",
+        lambda: situation(quiet(), now_unix_seconds=LAST + 9000, writer=since(LAST + 9000 - 301)),
+        lambda: situation(quiet(), now_unix_seconds=LAST + 9000, writer=since(LAST + 9000 - 299)),
+    ),
+    "stalled after going back": (
+        "stalled",
+        lambda: situation(WENT_BACK, now_unix_seconds=LAST + 301),
+        lambda: situation(WENT_BACK, now_unix_seconds=LAST + 299),
     ),
     "slow_rank by ratio": ("slow_rank", lambda: situation(slow(3, 2.01)), lambda: situation(slow(3, 1.99))),
     "slow_rank by saves": ("slow_rank", lambda: situation(slow(3, 5.0)), lambda: situation(slow(2, 5.0))),
@@ -129,6 +147,16 @@ OVER: dict[str, tuple[str, Callable[[], Situation], Callable[[], Situation]]] = 
         "failing",
         lambda: situation([*quiet(), StepFact(12, "12", "unfinished")]),
         lambda: situation([*quiet(), StepFact(12, "12", "unfinished")], under_way=frozenset({12})),
+    ),
+    "failing after going back": (
+        "failing",
+        lambda: situation(WENT_BACK, failed=[failed(LAST + 2)]),
+        lambda: situation([*WENT_BACK, StepFact(12, "12", "unfinished")], failed=[failed(LAST - 2)]),
+    ),
+    "failing with a hidden near tier": (
+        "failing",
+        lambda: situation(quiet(), failed=[failed(LAST + 2)], is_near_hidden=True),
+        lambda: situation([*quiet(), StepFact(12, "12", "unfinished")], is_near_hidden=True),
     ),
     "damaged": (
         "damaged",
@@ -198,3 +226,10 @@ def test_thresholds_can_be_set() -> None:
 def test_an_impossible_threshold_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidError, match=next(iter(wrong))):
         AlertRules(**wrong)
+
+
+def test_the_newest_saves_are_of_the_newest_timeline_whatever_the_clocks_say() -> None:
+    set_back = [replace(save(n), began_unix_seconds=START - INTERVAL * n) for n in range(4)]
+    assert [each.step for each in situation(steps(*set_back)).saves] == [3, 2, 1, 0]
+    newer = [replace(fact, timeline=Timeline(2, "0" * 16)) for fact in quiet()[5:7]]
+    assert [each.step for each in situation([*quiet(), *newer]).saves][:3] == [6, 5, 11]
