@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from holdfast._face import wiring
 from holdfast.base.clock import SystemClock
@@ -10,7 +11,9 @@ from holdfast.base.types.events import RankReport
 from holdfast.core.format.names import step_folder
 from holdfast.errors import CheckpointError
 from holdfast.settings import Settings
+from holdfast.stored.repository.near_tier import read_near
 from holdfast.stored.repository.reports import reports_in
+from holdfast.stored.repository.two_roots import places_of
 from holdfast.training.runs.watch import RunWatch
 from holdfast.training.telemetry.alerts import USUAL, WINDOW_MAX, Alert, AlertRules
 from holdfast.training.telemetry.event_lines import EventLines
@@ -26,12 +29,17 @@ def watch_run(
         print(len(watch.refresh().steps), watch.writer, watch.under_way())
     Args:
         root: The folder of the run.
-        events: Files of lines that `holdfast.observers.jsonl` writes.
+        events: Files of lines that `holdfast.observers.jsonl` writes; lines on other runs are left out.
         settings: How to reach storage.
     Raises:
         MissingError: There is no such file of events.
     """
-    return RunWatch(wiring.run_of(wiring.store_at(root, settings), settings), SystemClock(), EventLines(events))
+    store = wiring.run_of(wiring.store_at(root, settings), settings)
+    places = [each.url for each in places_of(store)]
+    with suppress(CheckpointError):
+        # The near tier may be on another host, and its events here.
+        places += [near.url] if (near := read_near(places_of(store)[0])) is not None else []
+    return RunWatch(store, SystemClock(), EventLines(events, places))
 
 
 def alerts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import Annotated, Literal
 
@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.base.types.events import Verb
 from holdfast.core.format.sealed_json import RankNumber, StepNumber, WorldSize
-from holdfast.errors import MissingError, UnavailableError
+from holdfast.errors import MissingError
 
 _LINE_BYTES_MAX = 1 << 24
 _FAILURES_KEPT, _DAMAGED_KEPT = 1000, 20
@@ -22,27 +22,31 @@ class EventLine(msgspec.Struct):
     """One line: the begin or end of a save, load or drain on one rank, or another event."""
 
     time: datetime
-    event: Literal["began", "decided", "ended", "failed", "interrupted", "redone", "skipped"]
+    event: _Text
     rank: RankNumber
     verb: Verb | Literal["log"]
     step: StepNumber | None = None
     world_size: WorldSize = 1
     host: _Text = ""
+    url: _Text = ""
     error: _Text = ""
     message: _Text = ""
+    file: _Text = ""
 
 
 class EventLines:
-    """The lines of some files, each read once. Damaged lines are left out, and shown as damaged."""
+    """The lines of some files on one run, each read once. Damaged lines are left out, and shown as damaged."""
 
-    def __init__(self, paths: Iterable[str] = ()) -> None:
+    def __init__(self, paths: Iterable[str], places: Collection[str]) -> None:
         """Read nothing yet.
 
         Args:
             paths: The files.
+            places: URLs of the root and the near tier of the run: lines on other runs are left out.
         Raises:
             MissingError: A file does not exist.
         """
+        self._prefixes = tuple(f"{each.rstrip('/')}/" for each in {*places, *map(_real, places)})
         self._ends = {os.path.expanduser(path): (0, 0) for path in paths}
         self.paths = tuple(self._ends)
         """The files."""
@@ -54,16 +58,18 @@ class EventLines:
         self.hosts: dict[int, str] = {}
         """The machine of each rank, as the last line with one names it."""
         self.failed: list[EventLine] = []
-        """The last tries that failed."""
-        self.damaged: list[str] = []
-        """The first damaged lines: file, number and reason."""
+        """The last tries that failed, each until its rank ends a later one."""
+        self._damaged: list[str] = []
+        self._unread: list[str] = []
+
+    @property
+    def damaged(self) -> list[str]:
+        """The first damaged lines, by file, number and reason, and the files that could not be read last time."""
+        return [*self._damaged, *self._unread]
 
     def refresh(self) -> None:
-        """Read the lines that were appended since the last call.
-
-        Raises:
-            UnavailableError: A file cannot be read.
-        """
+        """Read the lines that were appended since the last call."""
+        self._unread = []
         for path, (end, number) in self._ends.items():
             try:
                 with open(path, "rb") as file:
@@ -73,29 +79,55 @@ class EventLines:
                     # The last line may be half written: the next call reads the line.
                     while (line := file.readline(_LINE_BYTES_MAX)).endswith(b"\n") or len(line) == _LINE_BYTES_MAX:
                         end, number = end + len(line), number + 1
-                        self._take(line, f"{path}: line {number:,}")
+                        self._take(line, path, number)
             except OSError as error:
-                raise UnavailableError(f"{path}: {error}; expected a file of events that can be read") from error
+                self._unread.append(f"{path}: {error}; expected a file of events that can be read")
             self._ends[path] = end, number
 
-    def _take(self, data: bytes, where: str) -> None:
+    def _take(self, data: bytes, path: str, number: int) -> None:
         try:
             line = msgspec.json.decode(data, type=EventLine)
             line.time.timestamp()
         except (ValueError, OverflowError, RecursionError) as error:
-            if len(self.damaged) < _DAMAGED_KEPT:
-                self.damaged.append(f"{where} is damaged: {str(error)[:200]}; expected a line of observers.jsonl")
+            if len(self._damaged) < _DAMAGED_KEPT:
+                where, why = f"{path}: line {number:,}", str(error)[:200]
+                self._damaged.append(f"{where} is damaged: {why}; expected a line of observers.jsonl")
             return
+        if not self._is_of_run(line.url):
+            return
+        line.file = path
         if line.host:
             self.hosts[line.rank] = line.host
+        if line.event in ("began", "ended", "failed"):
+            for key in [*self.open]:
+                self._close(key, line)
         if line.event == "began":
             self.open.setdefault((line.verb, line.step), {})[line.rank] = line
-        elif line.event in ("ended", "failed"):
-            # A rank ends its saves in order: a try of an earlier step was killed, and has no end.
-            for key, began in [*self.open.items()]:
-                if key == (line.verb, line.step) or (key[0] == line.verb and (key[1] or 0) < (line.step or 0)):
-                    began.pop(line.rank, None)
-                    if not began:
-                        del self.open[key]
-        if line.event == "failed":
+        elif line.event == "ended":
+            # The order in one file needs no clock.
+            tried = line.verb, line.rank, line.file
+            self.failed = [each for each in self.failed if (each.verb, each.rank, each.file) != tried]
+        elif line.event == "failed":
             self.failed = [*self.failed, line][-_FAILURES_KEPT:]
+
+    def _close(self, key: tuple[str, int | None], line: EventLine) -> None:
+        """Drop the begins of one verb and step that a later line tells to be over: most were killed, without an end."""
+        verb, step, began = *key, line.event == "began"
+        left = self.open[key]
+        if verb == line.verb and line.world_size < next(iter(left.values())).world_size:
+            left = {rank: each for rank, each in left.items() if rank < line.world_size}
+        # A rank ends its saves in order, begins a lower step after going back, and loads while it does nothing else.
+        is_earlier = (step or 0) < (line.step or 0)
+        is_over = verb == line.verb and (step == line.step or is_earlier != began)
+        if is_over or (verb == "load" and began and line.verb != "drain"):
+            left.pop(line.rank, None)
+        self.open[key] = left
+        if not left:
+            del self.open[key]
+
+    def _is_of_run(self, url: str) -> bool:
+        return f"{url}/".startswith(self._prefixes) or f"{_real(url)}/".startswith(self._prefixes)
+
+
+def _real(url: str) -> str:
+    return url if "://" in url else os.path.realpath(url)

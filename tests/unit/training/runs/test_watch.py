@@ -18,7 +18,8 @@ STEPS = 5
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with holdfast.CheckpointManager(tmp_path / "run", every=1, process_group=False) as manager:
+    seen = [holdfast.observers.jsonl(str(tmp_path / "events.jsonl"))]
+    with holdfast.CheckpointManager(tmp_path / "run", every=1, process_group=False, observers=seen) as manager:
         for step in range(1, STEPS + 1):
             manager.save(step, {"w": np.full(4, float(step))}).wait()
     return tmp_path / "run"
@@ -70,3 +71,14 @@ def test_a_removed_step_is_forgotten(root: Path) -> None:
     shutil.rmtree(folder(root, 2))
     read(watch)
     assert len(watch.works) == STEPS - 1 and not watch.unreadable
+
+
+def test_events_count_for_the_run_in_their_lines(root: Path) -> None:
+    events = root.parent / "events.jsonl"
+    watch = api.watch_run(root, events=[str(events)])
+    watch.refresh()
+    assert [*watch.events.hosts] == [0]
+    root.rename(root.parent / "other")
+    other = api.watch_run(root.parent / "other", events=[str(events)])
+    other.refresh()
+    assert not other.events.hosts
