@@ -12,6 +12,8 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Holder
 from holdfast.base.types.events import RankReport
 from holdfast.core.format import names
+from holdfast.core.format.log import LOG_FOLDER
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.errors import CheckpointError, CorruptError, UnavailableError
 from holdfast.stored.leases.process import can_be_seen, is_gone
 from holdfast.stored.repository import epochs, quarantine, tags, timeline_records
@@ -94,6 +96,12 @@ class RememberedReads:
         for key in [*self._manifests] if steps is None else map(names.manifest_key, steps):
             self._manifests.pop(key, None)
 
+    def forget_absent(self) -> None:
+        """Forget the manifests that were removed, one request for each: the folder of a step may stay."""
+        for key in [*self._manifests]:
+            if not exists(self.as_store, key):
+                del self._manifests[key]
+
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole."""
         data = self._manifests.get(key)
@@ -117,6 +125,7 @@ class RunWatch:
         self._newest: list[StepRecord] = []
         """The steps whose manifests can be read, the newest save first."""
         self._unfinished: list[StepRecord] = []
+        """The steps without a manifest that can be read, with leftovers, or near alone: all of these may change."""
         self._news = 0
         self._facts: list[StepFact] = []
         self._seen: tuple[Sequence[int], Mapping[str, object], object] = (), {}, None
@@ -146,7 +155,7 @@ class RunWatch:
         steps, before = steps_among(folders), self._seen
         small = {
             each: self._listed(each)
-            for each in (*_MOVING, tags.TAGS_FOLDER, quarantine.QUARANTINE)
+            for each in (*_MOVING, tags.TAGS_FOLDER, quarantine.QUARANTINE, LOG_FOLDER)
             if each[:-1] in folders
         }
         self.writer = self._read_writer()
@@ -154,6 +163,8 @@ class RunWatch:
         for place in self._places:
             place.forget(None if has_moved else {*before[0]} - {*steps} | {*self._watched(steps)})
         if self._record is None or (steps, small, self._in_steps(self._watched(steps))) != before:
+            for place in self._places:
+                place.forget_absent()
             self._record, self._facts = run_record(self._store), []
             records = (each for each in self._record.steps if each.manifest and not each.fenced)
             self._newest = sorted(records, key=_order, reverse=True)
@@ -163,7 +174,12 @@ class RunWatch:
             self._reports = {key: keys for key, keys in self._reports.items() if key in self._awaited}
             listed = {names.step_folder(step) for step in steps}
             self.unreadable = {key: each for key, each in self.unreadable.items() if f"{key.split('/')[0]}/" in listed}
-            self._unfinished = [each for each in self._record.steps if not each.manifest or each.leftovers]
+            self._unfinished = [
+                each for each in self._record.steps if not each.manifest or each.leftovers or each.places == ("near",)
+            ]
+            for place in self._places:
+                # A repair replaces the manifest.
+                place.forget(each.step for each in self._unfinished if each.error)
             self._news += 1
             self._seen = steps, small, self._in_steps(self._watched(steps))
         return self._record
@@ -271,7 +287,7 @@ class RunWatch:
         return [(each, each.tag) for each in self._store.list(folder) if not each.key.endswith(".beat")]
 
     def _watched(self, steps: Sequence[int]) -> list[int]:
-        """Return the steps in whose folders news may be: the newest ones, and those without a manifest."""
+        """Return the steps in whose folders news may be: the newest ones, and the unfinished ones."""
         last = next((each.step for each in self._newest), 0)
         behind = [step for step in steps if step >= last][:_STEPS_LOOKED_AT]
         watched = {*steps[-_STEPS_LOOKED_AT:], *behind}
@@ -279,13 +295,18 @@ class RunWatch:
         return sorted(watched & {*steps})
 
     def _in_steps(self, steps: Sequence[int]) -> object:
-        found = []
-        for folder in map(names.step_folder, steps):
+        found, root = [], self._places[0].as_store
+        damaged = {each.step for each in self._unfinished if each.error}
+        drains = {each.step for each in self._unfinished if each.places == ("near",)}
+        for step in steps:
+            folder = names.step_folder(step)
             attempts = self._store.folders(folder)
             parts = [
                 entry.key for each in attempts for entry in self._store.list(f"{folder}{each}/{names.PARTS_FOLDER}")
             ]
-            found.append((folder, attempts, parts, exists(self._store, f"{folder}{names.MANIFEST_FILE}")))
+            manifests = [_manifest_at(place.as_store, step, is_read=step in damaged) for place in self._places]
+            drained = [entry.bytes for entry in root.list(folder)] if step in drains else []
+            found.append((folder, attempts, parts, manifests, drained))
         return found
 
     def _read_writer(self) -> LeaseWriter | None:
@@ -348,6 +369,17 @@ class RunWatch:
             keys = [entry.key.removeprefix(prefix) for entry in self._store.list(prefix + names.PARTS_FOLDER)]
             found.append({names.rank_of_part(key) for key in keys})
         return max(found, key=len)
+
+
+def _manifest_at(place: Store, step: int, *, is_read: bool) -> object:
+    """Return whether a place has the manifest of a step; its bytes or the error if it is read."""
+    key = names.manifest_key(step)
+    if not is_read:
+        return exists(place, key)
+    try:
+        return place.get(key, MANIFEST_BYTES_MAX)
+    except CheckpointError as error:
+        return str(error)
 
 
 def _key(record: StepRecord) -> tuple[int, str]:

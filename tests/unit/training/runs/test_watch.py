@@ -82,3 +82,44 @@ def test_events_count_for_the_run_in_their_lines(root: Path) -> None:
     other = api.watch_run(root.parent / "other", events=[str(events)])
     other.refresh()
     assert not other.events.hosts
+
+
+def statuses(watch: api.RunWatch) -> dict[int, str]:
+    return {each.step: each.status for each in watch.refresh().steps}
+
+
+def test_a_manifest_that_was_removed_counts_no_more(root: Path) -> None:
+    watch = api.watch_run(root)
+    assert set(statuses(watch).values()) == {"committed"}
+    (folder(root, 1) / "manifest.json").unlink()
+    shutil.rmtree(folder(root, 3))  # This is news: the listing is read again.
+    assert statuses(watch) == {1: "unfinished", 2: "committed", 4: "committed", 5: "committed"}
+
+
+def test_a_damaged_manifest_is_whole_again_once_repaired(root: Path) -> None:
+    manifest = folder(root, 1) / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-9])
+    watch = api.watch_run(root)
+    assert statuses(watch)[1] == "damaged"
+    assert watch.refresh() is watch.refresh()
+    manifest.write_bytes(whole)
+    assert statuses(watch)[1] == "committed"
+
+
+def test_a_drain_is_followed(tmp_path: Path) -> None:
+    near = holdfast.Tier(tmp_path / "near", every=1, keep_last=6)
+    with holdfast.CheckpointManager(tmp_path / "run", every=10, process_group=False, near=near) as manager:
+        for step in range(1, 7):
+            saved = manager.maybe_save(step, {"w": np.full(400, float(step))})
+            assert saved is not None
+            saved.wait("near")
+        watch = api.watch_run(tmp_path / "run")
+        record = watch.refresh()
+        step = record.steps[0]
+        assert step.places == ("near",) and watch.refresh() is record
+        source, target = folder(tmp_path / "near", step.step), folder(tmp_path / "run", step.step)
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("manifest.json"))
+        assert watch.refresh().steps[0].places == ("near",) and watch.refresh().steps[0].drained > 0
+        shutil.copy(source / "manifest.json", target)
+        assert watch.refresh().steps[0].places == ("near", "root")
