@@ -103,9 +103,12 @@ def statistics(checkpoint: Checkpoint, fqn: str, *, observer: Observer | None = 
             ends = [ends[0] if ends else block[:_CORNER].tolist(), block[-_CORNER:].tolist()]
         elements, zeros, nan, infinite = map(int, counts)
         bins, finite_count = np.zeros(BINS, np.int64), elements - nan - infinite
-        limits = (low, high) if low < high else (low - 1, high + 1)
+        # The range of float64 may overflow, and the half of a denormal number may be zero.
+        half = 1.0 if math.isfinite(high - low) else 0.5
+        width = (high * half - low * half) or 1.0
         for block in numbers() if finite_count else ():
-            bins += np.histogram(block[np.isfinite(block)], BINS, limits)[0]
+            places = (block[np.isfinite(block)] * half - low * half) / width * BINS
+            bins += np.bincount(places.astype(np.int64).clip(0, BINS - 1), minlength=BINS)
     low, high, mean = (low, high, sums[0] / finite_count) if finite_count else (math.nan,) * 3
     return TensorStatistics(
         elements, spec.global_bytes // spec.itemsize, float(low), float(high), float(mean), float(math.sqrt(sums[1])),
