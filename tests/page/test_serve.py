@@ -130,3 +130,15 @@ def test_alerts_have_an_exit_status(pristine: Path, tmp_path: Path) -> None:
     assert (outcome.status, outcome.out) == (0, "no alerts\n")
     assert run("alerts", "--json", str(quiet)).out == "[]\n"
     assert run("alerts", str(tmp_path / "absent")).status == 2
+
+
+def test_a_report_of_many_steps_names_an_unfinished_one(tmp_path: Path) -> None:
+    root = tmp_path / "long"
+    with holdfast.CheckpointManager(root, process_group=False) as manager:
+        for step in range(302):
+            manager.save(step, {"epoch": step}).wait()
+    (root / "step-000000000300" / "manifest.json").unlink()
+    outcome = run("serve", str(root), "--out", str(tmp_path / "report.html"))
+    assert outcome.status == 0, outcome.err
+    seen = Seen((tmp_path / "report.html").read_text())
+    assert "the newest 300 of 301 steps" in seen.text and "save of step 301" in seen.text
