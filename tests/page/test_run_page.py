@@ -62,6 +62,8 @@ def test_a_poll_without_news_is_answered_in_short(root: Path) -> None:
     fresh = browser.client.get("/", headers=again)
     assert fresh.status_code == 200 and "release" in fresh.text
     assert fresh.headers["etag"] != answer.headers["etag"]
+    other = Browser(root).client.get("/", headers=again)
+    assert other.status_code == 200, "another server may show another run at the same URL"
 
 
 def test_manifests_and_reports_are_read_once(root: Path) -> None:
@@ -120,8 +122,12 @@ def test_a_removed_step_says_when_it_went(root: Path) -> None:
 
 def test_a_silent_store_leaves_the_page_with_its_age(root: Path) -> None:
     browser = Browser(root)
-    browser.get("/")
+    answer = browser.client.get("/")
+    assert "data-as-of" in answer.text
     os.rename(root, root.with_name("away"))
+    silent = browser.client.get("/", headers={"If-None-Match": answer.headers["etag"]})
+    assert silent.status_code == 200, "an open page learns that the store is silent"
+    assert "data-as-of" not in silent.text, "the page keeps the moment of the last answer"
     page = browser.get("/")
     assert "the page shows the run as of" in page.text and "300" in page.text
     os.rename(root.with_name("away"), root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -69,6 +70,8 @@ class Pages:
     def __init__(self, subjects: Sequence[Subject]) -> None:
         """Read nothing yet."""
         self.subjects, self.work, self.templates = subjects, WorkQueue(), environment()
+        # Another server at this port shows another run, and counts its news from the start.
+        self._nonce = secrets.token_hex()
 
     def app(self, token: str, hosts: Collection[str]) -> ASGIApp:
         """Return the application, guarded.
@@ -102,7 +105,7 @@ class Pages:
 
     def _answer(self, request: Request, template: str, facts: Facts, status: int = 200) -> Response:
         version = facts.pop("version", None)
-        tag = hashlib.sha256(f"{version} {request.url}".encode()).hexdigest()[:32]
+        tag = hashlib.sha256(f"{self._nonce} {version} {request.url}".encode()).hexdigest()[:32]
         headers = {} if version is None else {"ETag": f'"{tag}"'}
         if version is not None and request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
