@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 
 from holdfast import api
-from holdfast.errors import InvalidError, MissingError, UnavailableError
+from holdfast.errors import InvalidError, MissingError, UnavailableError, shown_bytes
 from holdfast.observers import Event, Progress
 from holdfast.settings import Settings
 
@@ -46,7 +46,8 @@ class Subject:
             error = pending.exception()
         if error is not None and not self._facts:
             raise error
-        return {**self._facts, "silent": None if error is None else str(error)}
+        silent, facts = None if error is None else str(error), self._facts
+        return {**facts, "silent": silent, "version": f"{facts['version']} {silent}"}
 
     def _read(self) -> None:
         assert self.watch is not None, "one checkpoint is not read again"
@@ -60,14 +61,15 @@ class Subject:
             )
             self.removed = {name: at for name, at in (missed | self.removed).items() if name not in names}
         alerts, under_way = watch.alerts(api.AlertRules()), watch.under_way()
-        said = [(each.rule, each.step, each.rank) for each in alerts]
+        free_bytes, agent = watch.free_bytes(), watch.agent()
+        damaged = [*watch.events.damaged, *map(str, watch.unreadable.values())]
+        shown_free = None if free_bytes is None else shown_bytes(free_bytes)
         self._run = run
         self._facts = {
             **facts, "steps": watch.facts(), "alerts": alerts, "under_way": under_way, "left": left,
-            "writer": watch.writer, "free_bytes": watch.free_bytes(), "agent": watch.agent(),
+            "writer": watch.writer, "free_bytes": free_bytes, "agent": agent,
             "has_events": bool(watch.events.paths), "as_of": time.time(),
-            "damaged": [*watch.events.damaged, *map(str, watch.unreadable.values())],
-            "version": f"{watch.version} {said} {under_way}",
+            "damaged": damaged, "version": f"{watch.version} {alerts} {under_way} {agent} {damaged} {shown_free}",
         }  # fmt: skip
 
     def checkpoint(self, step: str) -> api.Checkpoint:

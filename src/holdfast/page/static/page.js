@@ -80,6 +80,10 @@ const poll = async () => {
         const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");
         if (fresh) main.replaceChildren(...fresh.childNodes);
         ages();
+      } else if (answer.status === 304) {
+        const now = new Date(answer.headers.get("Date")).toISOString();
+        const shown = main.querySelector("[data-as-of]");
+        if (shown) shown.textContent = `${now.slice(0, 10)} ${now.slice(11, 19)} UTC`;
       }
       main.classList.toggle("bad-poll", answer.status >= 400);
     } catch {
