@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 import holdfast
 from holdfast import api
+from holdfast.errors import UnavailableError
 from holdfast.page import app, subjects
 from tests.page.browsing import Browser
 from tests.page.conftest import RANKS, SLOW_RANK
@@ -119,6 +121,33 @@ def test_long_work_shows_progress_and_stops(browser: Browser, monkeypatch: pytes
     monkeypatch.undo()
     browser.get("/run/0/tensor?step=300&name=model.0.bias&stop=1", 400)
     assert "infinite" in browser.get("/run/0/tensor?step=300&name=half").text
+
+
+def test_failed_work_begins_again() -> None:
+    work, answers = subjects.WorkQueue(), iter([None, 7])
+
+    def fails_once(_: subjects.LongWork) -> object:
+        if (answer := next(answers)) is None:
+            raise UnavailableError("the store is away")
+        return answer
+
+    with pytest.raises(UnavailableError, match="away"):
+        work.run("reading", "key", fails_once, stop=False)
+    assert work.run("reading", "key", fails_once, stop=False) == 7
+
+
+def test_open_work_is_kept_and_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "_DONE_SECONDS", 0.01)
+    work, answers = subjects.WorkQueue(), threading.Event()
+    began = [work.run("reading", str(each), lambda _: answers.wait(60), stop=False) for each in range(16)]
+    try:
+        with pytest.raises(UnavailableError, match="16 other works"):
+            work.run("reading", "16", lambda _: True, stop=False)
+        assert work.run("reading", "0", lambda _: True, stop=False) is began[0], "the work goes on"
+    finally:
+        answers.set()
+    monkeypatch.undo()
+    assert [work.run("reading", str(each), lambda _: False, stop=False) for each in range(17)] == 16 * [True] + [False]
 
 
 def test_unknown_names_are_answered_with_the_nearest(browser: Browser) -> None:

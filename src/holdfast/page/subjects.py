@@ -16,7 +16,7 @@ from holdfast.settings import Settings
 
 _ANSWER_SECONDS, _DONE_SECONDS = 10.0, 0.5
 _SAVES_AT_ONCE, _FRESH_SECONDS = 40, 10.0
-_OPENED_MAX, _RESULTS_MAX = 4, 16
+_OPENED_MAX, _RESULTS_MAX, _OPEN_MAX = 4, 16, 16
 
 
 class Subject:
@@ -139,7 +139,7 @@ class LongWork:
 
 
 class WorkQueue:
-    """Runs long work, one at a time. The last results stay."""
+    """Runs long work, one at a time. The last results stay; an error goes to one visitor, and the next begins again."""
 
     def __init__(self) -> None:
         """Begin nothing yet."""
@@ -154,17 +154,31 @@ class WorkQueue:
             key: With the name, equal for the same work.
             work_on: Does the work, and reports progress to the observer that it gets.
             stop: Whether to stop the work.
+
+        Raises:
+            UnavailableError: Too many other works wait.
         """
 
         def done(work: LongWork) -> object:
             work.on_event(Progress(0, 0))
             return work_on(work)
 
+        key = name + key
         with self._lock:
-            work = self._works.get(name + key)
+            work = self._works.pop(key, None)
+            ended = [each for each, other in self._works.items() if other.future.done()]
+            for each in ended[:-_RESULTS_MAX]:
+                del self._works[each]
             if work is None or (work.is_stopped and not stop):
+                if len(self._works) - len(ended) >= _OPEN_MAX:
+                    raise UnavailableError(f"{name}: {_OPEN_MAX} other works wait; expected fewer. Try again later")
                 work = LongWork(name)
                 work.future = self._thread.submit(done, work)
-            self._works = dict([*self._works.items(), (name + key, work)][-_RESULTS_MAX:])
+            self._works[key] = work
         work.is_stopped |= stop
-        return work.future.result() if wait([work.future], _DONE_SECONDS).done else work
+        if not wait([work.future], _DONE_SECONDS).done:
+            return work
+        if work.future.exception() is not None:
+            with self._lock:
+                self._works = {each: other for each, other in self._works.items() if other is not work}
+        return work.future.result()
