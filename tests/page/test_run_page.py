@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from holdfast import api
+from holdfast.errors import UnavailableError
 from holdfast.page import subjects
+from holdfast.page.report import report_of
 from tests.page.browsing import Browser
 from tests.page.conftest import RANKS, SLOW_RANK
 
@@ -132,6 +134,15 @@ def test_a_silent_store_leaves_the_page_with_its_age(root: Path) -> None:
     assert "the page shows the run as of" in page.text and "300" in page.text
     os.rename(root.with_name("away"), root)
     assert "the page shows the run as of" not in browser.get("/").text
+
+
+def test_no_report_is_made_of_a_store_that_falls_silent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "_SAVES_AT_ONCE", 1)
+    browser = Browser(root)
+    browser.get("/")
+    os.rename(root, root.with_name("away"))
+    with pytest.raises(UnavailableError, match="5 saves are not read"):
+        report_of(browser.pages.subjects)
 
 
 def test_a_folder_of_runs_and_one_checkpoint(pristine: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.page.app import Pages
 from holdfast.page.subjects import Subject
 
@@ -19,12 +19,13 @@ def report_of(subjects: Sequence[Subject]) -> str:
 
     Raises:
         InvalidError: The subjects are not one run.
+        UnavailableError: The store fails before all saves are read.
     """
     if len(subjects) != 1 or subjects[0].watch is None:
         raise InvalidError(f"--out with {len(subjects)} subjects; expected the root of one run")
-    facts = subjects[0].refresh()
-    while facts["left"]:
-        facts = subjects[0].refresh()
+    while (facts := subjects[0].refresh())["left"]:
+        if facts["silent"]:
+            raise UnavailableError(f"{facts['silent']}; {facts['left']} saves are not read. Try again later")
     for count in range(_WHOLE, -1, -1):
         text = Pages(subjects).render("report.html", {**facts, "whole_max": count})
         if len(text.encode()) <= REPORT_BYTES_MAX:
