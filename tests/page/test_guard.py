@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from pathlib import Path
@@ -17,6 +18,7 @@ def stranger(browser: Browser) -> TestClient:
     return TestClient(browser.app)
 
 
+COOKIE = {"Cookie": f"holdfast-{hashlib.sha256(TOKEN.encode()).hexdigest()[:8]}=wrong"}
 ROUTES = (
     "/", "/?format=json", "/run/0",
     "/run/0/step?step=300", "/run/0/tensors?step=300", "/run/0/trace", "/static/page.js",
@@ -26,18 +28,22 @@ ROUTES = (
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_without_the_token_there_is_nothing(stranger: TestClient, path: str) -> None:
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Cookie": "holdfast=wrong"}):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, COOKIE):
         answer = stranger.get(path, headers=headers)
         assert (answer.status_code, answer.text) == (401, "401\n")
     assert stranger.get("/?token=wrong").status_code == 401
 
 
-def test_the_first_visit_turns_the_token_into_a_cookie(stranger: TestClient) -> None:
+def test_the_first_visit_turns_the_token_into_a_cookie(stranger: TestClient, pristine: Path) -> None:
     answer = stranger.get(f"/run/0/step?step=300&token={TOKEN}", follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (303, "/run/0/step?step=300")
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
     assert stranger.get("/run/0/step?step=300").status_code == 200
+    other = TestClient(Browser(pristine).pages.app("another-token", ["testserver"]), cookies=stranger.cookies)
+    assert other.get("/?token=another-token").status_code == 200
+    stranger.cookies.update(other.cookies)
+    assert stranger.get("/").status_code == 200, "a server at another port logs nobody out"
     away = stranger.get(f"//elsewhere.example/?token={TOKEN}", follow_redirects=False)
     assert not away.headers.get("location", "/").startswith("//")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Collection
 
@@ -10,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp
 
-_COOKIE = "holdfast"
 _QUERY_BYTES_MAX = 60_000
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; "
@@ -30,6 +30,8 @@ class Guard(BaseHTTPMiddleware):
         """Guard an application; arguments as `Pages.app`."""
         super().__init__(app)
         self._token, self._hosts = token, {host.lower() for host in hosts}
+        # A browser sends the cookies of one port to all ports of the host.
+        self._cookie = f"holdfast-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         """Refuse a request, or pass the request on."""
@@ -48,11 +50,11 @@ class Guard(BaseHTTPMiddleware):
             # One slash: a browser takes two for the name of another host.
             response = RedirectResponse(f"/{url.path.lstrip('/')}{'?' * bool(url.query)}{url.query}", 303)
             response.set_cookie(
-                _COOKIE, given, path=request.scope["root_path"] or "/", httponly=True, samesite="strict"
+                self._cookie, given, path=request.scope["root_path"] or "/", httponly=True, samesite="strict"
             )
             return response
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        shown = bearer if scheme.lower() == "bearer" else request.cookies.get(_COOKIE, "")
+        shown = bearer if scheme.lower() == "bearer" else request.cookies.get(self._cookie, "")
         return PlainTextResponse("401\n", 401) if self._token and (given or not self._is_token(shown)) else None
 
     def _is_token(self, given: str) -> bool:
