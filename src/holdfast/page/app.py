@@ -70,6 +70,7 @@ class Pages:
     def __init__(self, subjects: Sequence[Subject]) -> None:
         """Read nothing yet."""
         self.subjects, self.work, self.templates = subjects, WorkQueue(), environment()
+        self.numbered = {str(number): subject for number, subject in enumerate(subjects)}
         # Another server at this port shows another run, and counts its news from the start.
         self._nonce = secrets.token_hex()
 
@@ -82,7 +83,7 @@ class Pages:
         """
         views = (step_page, tensors_page, tensor_page, diff_page, trace_page)
         paths = {f"/{view.__name__.removesuffix('_page')}": view for view in views} | {"": run_page}
-        routes = [Route("/run/{subject:int}" + path, self._endpoint(view)) for path, view in paths.items()]
+        routes = [Route("/run/{subject}" + path, self._endpoint(view)) for path, view in paths.items()]
         routes.append(Route("/", self._endpoint(first_page)))
         static = Mount("/static", StaticFiles(directory=_HERE / "static"))
         handlers: Any = {HTTPException: self._refused, Exception: self._refused}
@@ -90,14 +91,12 @@ class Pages:
 
     def _endpoint(self, view: Callable[[Pages, Request, Subject], tuple[str, Facts]]) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:
-            number = int(request.path_params.get("subject", 0))
+            number = request.path_params.get("subject", "0")
             try:
-                if number >= len(self.subjects):
-                    raise MissingError(f"there is no run {number}; expected a number below {len(self.subjects)}")
-                template, facts = view(self, request, self.subjects[number])
-                return self._answer(
-                    request, template, facts | ({"path": self.subjects[number].path} if template else {})
-                )
+                if (subject := self.numbered.get(number)) is None:
+                    raise MissingError(f"there is no run {number[:80]!r}; expected a number below {len(self.subjects)}")
+                template, facts = view(self, request, subject)
+                return self._answer(request, template, facts | ({"path": subject.path} if template else {}))
             except CheckpointError as error:
                 return self._refused(request, error)
 
@@ -116,7 +115,7 @@ class Pages:
     def render(self, template: str, facts: Facts, request: Request | None = None) -> str:
         """Return a page as text; without a request one that leads nowhere else."""
         base = None if request is None else request.scope.get("root_path", "")
-        number = 0 if request is None else request.path_params.get("subject", 0)
+        number = 0 if request is None else request.path_params.get("subject", "0")
         where = {"base": base, "number": number, "run_base": f"{base}/run/{number}", "here": request}
         query = defaultdict(str, {} if request is None else request.query_params)
         where |= {"query": query, "subjects": [subject.path for subject in self.subjects]}
@@ -227,7 +226,7 @@ def diff_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Fa
     where, other = query.get("subject", ""), query.get("other", "")
     if not other and not where:
         return "diff.html", {"step": step, "diff": None}
-    elsewhere = pages.subjects[int(where)] if where.isdecimal() and int(where) < len(pages.subjects) else subject
+    elsewhere = pages.numbered.get(where, subject)
     b, a = subject.checkpoint(step), elsewhere.checkpoint(_known(elsewhere, other))
     name, key = f"comparing {a.url} with {b.url}", f"{a.identity} {b.identity}"
     found = pages.work.run(name, key, lambda work: api.diff(a, b, observer=work), stop="stop" in query)
