@@ -13,6 +13,7 @@ import torch
 import holdfast
 from holdfast import api
 from holdfast.base.types.events import Operation, Phase, RankReport
+from holdfast.page import app
 from holdfast.page.report import report_of
 from holdfast.page.subjects import subjects_at
 from holdfast.stored.repository.reports import put_reports
@@ -135,6 +136,27 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("template") / "run"
     make_template(root)
     return root
+
+
+def test_odd_numbers_and_many_phases_are_shown(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = api.open_checkpoint(root, step=300)
+    (stored,) = (root / "step-000000000300" / "reports").glob("save-*")
+    stored.unlink()
+    phases = [[Phase("write", 0.0, 1e-320)], *([Phase(f"{n}-{m}", 0.0, 1.0) for m in range(400)] for n in range(29))]
+    reports = [
+        RankReport(
+            Operation("save", 300, "root", rank, 30), checkpoint.manifest.attempt, "host", 1, 1e9, 9.0,
+            tuple(of_rank), 1 << 20, {},
+        )
+        for rank, of_rank in enumerate(phases)
+    ]  # fmt: skip
+    monkeypatch.setattr(RankReport, "bytes_per_second", 0.0)  # A writer refuses the infinite one.
+    put_reports(holdfast._face.wiring.store_at(root, holdfast.Settings()), "step-000000000300/", reports)
+    monkeypatch.undo()
+    browser = Browser(root)
+    assert browser.json("/run/0/step?step=300")["work"]["ranks"][0]["bytes_per_second"] is None, "it is infinite"
+    text = browser.client.get("/run/0/step?step=300").text
+    assert text.count("<th class=\"n\">") == 2 + app.PHASES_MAX
 
 
 def test_damaged_files_are_shown_as_damaged(root: Path) -> None:

@@ -29,8 +29,8 @@ from holdfast.errors import CheckpointError, MissingError
 from holdfast.page.guard import Guard
 from holdfast.page.subjects import LongWork, Subject, WorkQueue
 
-ROWS_MAX, CELLS_MAX = 500, 8192
-"""Rows of one table, before a link to the next ones; cells of a heat map without JavaScript."""
+ROWS_MAX, CELLS_MAX, PHASES_MAX = 500, 8192, 64
+"""Rows of one table, before a link to the next ones; cells of a heat map without JavaScript, and its phases."""
 
 _HERE = Path(__file__).parent
 _STATUS = {"MissingError": 404, "ConflictError": 409, "CorruptError": 422, "UnavailableError": 503}
@@ -48,6 +48,11 @@ def link(base: str, **query: object) -> str:
     return base + ("?" + urlencode(given, errors="surrogatepass") if given else "")
 
 
+def phases_of(work: Any) -> list[str]:
+    """Return the first phases of some work, by name: the columns of a heat map."""
+    return [*dict.fromkeys(name for rank in work.ranks for name in rank.phases)][:PHASES_MAX]
+
+
 def environment() -> jinja2.Environment:
     """Return the templates, with the words in use there."""
     made = jinja2.Environment(
@@ -58,7 +63,7 @@ def environment() -> jinja2.Environment:
     made.filters["number"] = lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
     made.filters["time"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(at, 0), 1e11)))
     made.globals |= {"link": link, "counted": errors.counted, "value_text": api.value_text, "cells_max": CELLS_MAX}
-    made.globals["agent_notes"] = api.agent_notes
+    made.globals |= {"agent_notes": api.agent_notes, "phases_of": phases_of}
     made.filters["zip"] = zip
     made.globals["asset"] = lambda name: Markup((_HERE / "static" / name).read_text(encoding="utf-8"))
     return made

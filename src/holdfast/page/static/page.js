@@ -33,7 +33,7 @@ const sortable = () => {
 const draw = async (canvas) => {
   const { work } = await (await fetch(canvas.dataset.source)).json();
   const ranks = [...work.ranks].sort((a, b) => (a.host < b.host ? -1 : a.host > b.host ? 1 : a.rank - b.rank));
-  const phases = [...new Set(ranks.flatMap((rank) => Object.keys(rank.phases)))];
+  const phases = [...new Set(ranks.flatMap((rank) => Object.keys(rank.phases)))].slice(0, 64);
   const longest = Math.max(1e-9, ...phases.map((phase) => ranks.reduce((most, rank) => Math.max(most, rank.phases[phase] || 0), 0)));
   const columns = Math.min(ranks.length, 1024);
   const perRow = Math.ceil(ranks.length / columns);
