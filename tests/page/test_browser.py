@@ -135,10 +135,8 @@ def test_filter_sort_and_diff(chromium: Browser, url: str) -> None:
         assert sorted(by_bytes) == sorted(names) and by_bytes != names
         page.click("tbody a")
         page.wait_for_selector("text=mean")
-        picture(page, "tensor")
         page.goto(url)
         page.click("text=± >> nth=-1")
         page.wait_for_selector("table")
-        picture(page, "diff")
         page.click("th >> nth=0")
         assert page.get_attribute("th >> nth=0", "aria-sort") in ("ascending", "descending")
