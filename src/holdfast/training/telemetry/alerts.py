@@ -271,11 +271,12 @@ def _failing(now: Situation, rules: AlertRules) -> Iterator[Alert]:
     newest, last = now.committed[-1:], max(now.commits, default=0.0)
     failed = [each for each in now.failed if each.verb == "save" and each.time.timestamp() > last + 1]
     open_steps = [fact.step for fact in now.steps if fact.status == "unfinished" and fact.step not in now.under_way]
-    steps = {step for step in open_steps if not newest or step > newest[0].step}
-    # After going back, an attempt above the newest commit may be of the timeline that training left.
-    went_back = any(fact.status == "superseded" and fact.step > newest[0].step for fact in now.steps if newest)
-    if now.is_near_hidden or went_back:
-        steps = set()
+    # After going back, an attempt may be of the timeline that training left: up to the next save of that timeline.
+    left = max((float(fact.step) for fact in now.steps if fact.status == "superseded"), default=-1.0)
+    if left >= 0:
+        left += _interval(sorted({fact.step for fact in now.steps if fact.bytes is not None}))
+    above = max(newest[0].step, left) if newest else -1
+    steps = {step for step in open_steps if step > above and not now.is_near_hidden}
     steps |= {each.step for each in failed if each.step is not None}
     count = len(steps) or len(failed)
     if count:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from datetime import datetime
+from functools import lru_cache
 from typing import Annotated, Literal
 
 import msgspec
@@ -37,7 +38,7 @@ class EventLine(msgspec.Struct):
 class EventLines:
     """The lines of some files on one run, each read once. Damaged lines are left out, and shown as damaged."""
 
-    def __init__(self, paths: Iterable[str], places: Collection[str]) -> None:
+    def __init__(self, paths: Iterable[str], places: Iterable[str]) -> None:
         """Read nothing yet.
 
         Args:
@@ -46,7 +47,7 @@ class EventLines:
         Raises:
             MissingError: A file does not exist.
         """
-        self._prefixes = tuple(f"{each.rstrip('/')}/" for each in {*places, *map(_real, places)})
+        self._prefixes = tuple(f"{_path_of(each)}/" for each in places)
         self._ends = {os.path.expanduser(path): (0, 0) for path in paths}
         self.paths = tuple(self._ends)
         """The files."""
@@ -126,8 +127,10 @@ class EventLines:
             del self.open[key]
 
     def _is_of_run(self, url: str) -> bool:
-        return f"{url}/".startswith(self._prefixes) or f"{_real(url)}/".startswith(self._prefixes)
+        return not url or f"{_path_of(url)}/".startswith(self._prefixes)
 
 
-def _real(url: str) -> str:
-    return url if "://" in url else os.path.realpath(url)
+@lru_cache
+def _path_of(url: str) -> str:
+    # A store of a user may give a folder a scheme of its own.
+    return os.path.realpath(url.rpartition("://")[2])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import holdfast
 from holdfast import api
@@ -123,3 +125,26 @@ def test_a_drain_is_followed(tmp_path: Path) -> None:
         assert watch.refresh().steps[0].places == ("near",) and watch.refresh().steps[0].drained > 0
         shutil.copy(source / "manifest.json", target)
         assert watch.refresh().steps[0].places == ("near", "root")
+
+
+def test_the_reach_of_the_redo_log_is_followed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    root = tmp_path / "run"
+    with holdfast.CheckpointManager(root, every=1000, process_group=False, differential=True) as manager:
+        watch, reached = None, list[int]()
+        for step in range(1, 7):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle = manager.maybe_save(step, {"model": model, "optimizer": optimizer})
+            if handle is not None:
+                handle.wait()
+            deadline = time.monotonic() + 20
+            while manager.recoverable != step:
+                assert time.monotonic() < deadline, manager.recoverable
+                time.sleep(0.002)
+            watch = watch or api.watch_run(root)
+            reached += [log.reach for log in watch.refresh().logs[:1]]
+    assert reached == [1, 2, 3, 4, 5, 6]

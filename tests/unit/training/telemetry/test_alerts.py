@@ -153,6 +153,11 @@ OVER: dict[str, tuple[str, Callable[[], Situation], Callable[[], Situation]]] = 
         lambda: situation(WENT_BACK, failed=[failed(LAST + 2)]),
         lambda: situation([*WENT_BACK, StepFact(12, "12", "unfinished")], failed=[failed(LAST - 2)]),
     ),
+    "failing by folder after going back": (
+        "failing",
+        lambda: situation([*WENT_BACK, StepFact(13, "13", "unfinished")]),
+        lambda: situation([*WENT_BACK, StepFact(12, "12", "unfinished")]),
+    ),
     "failing with a hidden near tier": (
         "failing",
         lambda: situation(quiet(), failed=[failed(LAST + 2)], is_near_hidden=True),

@@ -93,17 +93,12 @@ def test_a_begin_is_over_after_going_back_with_fewer_ranks_or_once_the_rank_does
 def test_lines_on_other_runs_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     path = tmp_path / "events.jsonl"
-    urls = [
-        f"{tmp_path}/run/step-1",
-        f"{tmp_path}/link",
-        f"{tmp_path}/run-2",
-        "s3://bucket/run/step-2",
-        "s3://bucket/ru",
-    ]
+    ours = [f"{tmp_path}/run/step-1", f"{tmp_path}/link", f"own://{tmp_path}/run", "s3://bucket/run/step-2", ""]
+    urls = [*ours, f"{tmp_path}/run-2", "s3://bucket/ru", "s3://other/run"]
     path.write_text("".join(line("failed", rank, 100, url=url) for rank, url in enumerate(urls)))
     lines = EventLines([str(path)], [f"{tmp_path}/run", "s3://bucket/run"])
     lines.refresh()
-    assert [each.rank for each in lines.failed] == [0, 1, 3]
+    assert [urls[each.rank] for each in lines.failed] == ours
 
 
 def test_a_file_that_was_removed_is_named_until_it_is_back(tmp_path: Path) -> None:
