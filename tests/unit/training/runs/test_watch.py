@@ -14,6 +14,7 @@ import torch
 import holdfast
 from holdfast import api
 from holdfast.errors import UnavailableError
+from holdfast.stored.repository.near_tier import NEAR_FILE
 
 STEPS = 5
 
@@ -118,9 +119,9 @@ def test_a_drain_is_followed(tmp_path: Path) -> None:
             saved.wait("near")
         watch = api.watch_run(tmp_path / "run")
         record = watch.refresh()
-        step = record.steps[0]
-        assert step.places == ("near",) and watch.refresh() is record
-        source, target = folder(tmp_path / "near", step.step), folder(tmp_path / "run", step.step)
+        first = record.steps[0]
+        assert first.places == ("near",) and watch.refresh() is record
+        source, target = folder(tmp_path / "near", first.step), folder(tmp_path / "run", first.step)
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("manifest.json"))
         assert watch.refresh().steps[0].places == ("near",) and watch.refresh().steps[0].drained > 0
         shutil.copy(source / "manifest.json", target)
@@ -148,3 +149,14 @@ def test_the_reach_of_the_redo_log_is_followed(tmp_path: Path) -> None:
             watch = watch or api.watch_run(root)
             reached += [log.reach for log in watch.refresh().logs[:1]]
     assert reached == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_drain_of_a_near_tier_elsewhere_is_no_failure(tmp_path: Path) -> None:
+    root, near = tmp_path / "run", holdfast.Tier(tmp_path / "near", every=1)
+    with holdfast.CheckpointManager(root, every=1, process_group=False, near=near) as manager:
+        manager.save(1, {"w": np.full(4, 1.0)}).wait()
+    (tmp_path / "near").rename(tmp_path / "away")
+    (folder(root, 2) / ("0" * 16) / "parts").mkdir(parents=True)
+    assert api.alerts(root) == []
+    (root / NEAR_FILE).unlink()
+    assert [(each.rule, each.step) for each in api.alerts(root)] == [("failing", 2)]
