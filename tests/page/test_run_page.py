@@ -176,6 +176,23 @@ def test_a_store_that_hangs_holds_up_no_page(pristine: Path, monkeypatch: pytest
     assert "the store has not answered" not in browser.get("/").text
 
 
+@pytest.mark.parametrize(("name", "path"), [("open_checkpoint", "step?step=300"), ("trace", "trace?")])
+def test_a_page_of_a_store_that_hangs_is_answered(
+    pristine: Path, monkeypatch: pytest.MonkeyPatch, name: str, path: str
+) -> None:
+    browser = Browser(pristine)
+    browser.get("/")
+    answers = threading.Event()
+    monkeypatch.setattr(subjects, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(api, name, lambda *_, **__: answers.wait(20))
+    try:
+        began = time.monotonic()
+        assert "has not answered" in browser.get(f"/run/0/{path}", 503).text
+        assert time.monotonic() - began < 10
+    finally:
+        answers.set()
+
+
 def test_a_store_that_never_answered_is_named(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     browser = Browser(pristine)
     (subject,) = browser.pages.subjects

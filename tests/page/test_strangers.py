@@ -156,7 +156,7 @@ def test_odd_numbers_and_many_phases_are_shown(root: Path, monkeypatch: pytest.M
     browser = Browser(root)
     assert browser.json("/run/0/step?step=300")["work"]["ranks"][0]["bytes_per_second"] is None, "it is infinite"
     text = browser.client.get("/run/0/step?step=300").text
-    assert text.count("<th class=\"n\">") == 2 + app.PHASES_MAX
+    assert text.count('<th class="n">') == 2 + app.PHASES_MAX
 
 
 def test_damaged_files_are_shown_as_damaged(root: Path) -> None:

@@ -174,7 +174,8 @@ def step_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Fa
 def trace_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:
     """Return the trace of a step, or of all steps, for Perfetto."""
     step = request.query_params.get("step", "-").partition("@")[0]
-    return "", api.trace(subject.path, step=None if step == "-" else step, settings=subject.settings).document
+    number, settings = None if step == "-" else step, subject.settings
+    return "", subject.answer_of(lambda: api.trace(subject.path, step=number, settings=settings)).document
 
 
 def tensors_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Facts]:

@@ -6,17 +6,19 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast import api
-from holdfast.errors import InvalidError, MissingError, UnavailableError, shown_bytes
+from holdfast.errors import CheckpointError, InvalidError, MissingError, UnavailableError, shown_bytes
 from holdfast.observers import Event, Progress
 from holdfast.settings import Settings
 
 _ANSWER_SECONDS, _DONE_SECONDS = 10.0, 0.5
 _SAVES_AT_ONCE, _FRESH_SECONDS = 40, 10.0
-_OPENED_MAX, _RESULTS_MAX, _OPEN_MAX = 4, 16, 16
+_OPENED_MAX, _RESULTS_MAX, _OPEN_MAX, _REMOVED_MAX = 4, 16, 16, 4096
+Answer = TypeVar("Answer")
 
 
 class Subject:
@@ -31,6 +33,7 @@ class Subject:
         self._run: api.RunRecord | None = None
         self._opened: dict[str, api.Checkpoint] = {}
         self._reports: dict[str, tuple[float, list[Any]]] = {}
+        self._unanswered = f"{path}: the store has not answered; expected an answer. Try again later"
         self._thread = ThreadPoolExecutor(1, "holdfast-page")
         self._pending: Future[None] | None = None
         self._lock = Lock()
@@ -41,7 +44,7 @@ class Subject:
             if self._pending is None or self._pending.done():
                 self._pending = self._thread.submit(self._read)
             pending = self._pending
-        error: BaseException | None = UnavailableError(f"{self.path}: the store has not answered; expected an answer")
+        error: BaseException | None = UnavailableError(self._unanswered)
         if wait([pending], _ANSWER_SECONDS).done:
             error = pending.exception()
         if error is not None and not self._facts:
@@ -49,17 +52,28 @@ class Subject:
         silent, facts = None if error is None else str(error), self._facts
         return {**facts, "silent": silent, "version": f"{facts['version']} {silent}"}
 
+    def answer_of(self, read: Callable[[], Answer]) -> Answer:
+        """Return the result of reading from the store of the subject.
+
+        Raises:
+            UnavailableError: The store does not answer in time.
+        """
+        pending = self._thread.submit(read)
+        if wait([pending], _ANSWER_SECONDS).done:
+            return pending.result()
+        pending.cancel()
+        raise UnavailableError(self._unanswered)
+
     def _read(self) -> None:
         assert self.watch is not None, "one checkpoint is not read again"
         watch, facts, run = self.watch, self._facts, self.watch.refresh()
         left = watch.read_saves(_SAVES_AT_ONCE)
         if run is not self._run:
             facts = {**facts, "url": run.url, "run_id": run.run_id, "table": api.step_table(run)}
-            names, missed = (
-                {each.name for each in run.steps},
-                {each.name: time.time() for each in facts.get("steps", ())},
-            )
-            self.removed = {name: at for name, at in (missed | self.removed).items() if name not in names}
+            names, now = {each.name for each in run.steps}, time.time()
+            missed = self.removed | {each.name: now for each in facts.get("steps", ())} | self.removed
+            gone = [(name, at) for name, at in missed.items() if name not in names]
+            self.removed = dict(gone[-_REMOVED_MAX:])
         alerts, under_way = watch.alerts(api.AlertRules()), watch.under_way()
         free_bytes, agent = watch.free_bytes(), watch.agent()
         damaged = [*watch.events.damaged, *map(str, watch.unreadable.values())]
@@ -83,13 +97,18 @@ class Subject:
             raise MissingError(
                 f"step {step} was removed at {at}, or a newer timeline left it behind; expected a listed one"
             )
-        with self._lock:
-            found = self._opened.pop(step, None)
+        return self.answer_of(lambda: self.open(step))
+
+    def open(self, step: str) -> api.Checkpoint:
+        """Do the same without a time limit, on one thread at a time. A visitor that waited in vain finds it open."""
+        found = self._opened.pop(step, None)
         if found is None or found.is_overwritten:
             path = self.path if self.watch is None else self.watch.place_of(step)
             found = api.open_checkpoint(path, step=None if step == "-" else step, settings=self.settings)
-        with self._lock:
-            self._opened = dict([*self._opened.items(), (step, found)][-_OPENED_MAX:])
+            with suppress(CheckpointError):
+                # The index is read within the time limit. A page raises the error of a damaged index again.
+                _ = found.tensors
+        self._opened = dict([*self._opened.items(), (step, found)][-_OPENED_MAX:])
         return found
 
     def reports(self, step: str) -> list[Any]:
@@ -98,7 +117,8 @@ class Subject:
         checkpoint = self.checkpoint(step)
         if checkpoint.manifest.attempt and time.monotonic() - at > _FRESH_SECONDS:
             number = None if step == "-" else checkpoint.step
-            found = [each for _, each in api.reports(self.path, number, settings=self.settings)]
+            read = self.answer_of(lambda: [*api.reports(self.path, number, settings=self.settings)])
+            found = [each for _, each in read]
             self._reports = {step: (time.monotonic(), found)}
         return found
 
@@ -118,7 +138,7 @@ def subjects_at(paths: Sequence[str], events: Sequence[str], settings: Settings)
             watch = api.watch_run(each, events=events, settings=settings) if is_run else None
             found.append(Subject(each, watch, settings))
             if watch is None:
-                found[-1].checkpoint("-")
+                found[-1].open("-")
     return found
 
 
