@@ -78,6 +78,8 @@ def test_ports_and_hosts(pristine: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         outcome = run("serve", str(pristine), "--port", str(taken.getsockname()[1]))
         assert outcome.status == 2 and "expected a free one" in outcome.err
+    outcome = run("serve", str(pristine), "--host", "no-such.invalid")
+    assert outcome.status == 2 and "--host no-such.invalid" in outcome.err and "of this machine" in outcome.err
     with served(str(pristine), "--no-token", "--allow-host", "proxy.example:80") as first:
         assert "token" not in first
         assert fetched(first)[0] == 200 and fetched(first, Host="proxy.example:80")[0] == 200
@@ -114,6 +116,14 @@ def test_a_report_is_one_file(pristine: Path, tmp_path: Path) -> None:
     outcome = run("serve", str(pristine), "--out", str(out))
     assert outcome.status == 2 and "--force" in outcome.err and out.read_bytes() == before
     assert run("serve", str(pristine), "--out", str(out), "--force").status == 0
+    command = [sys.executable, "-m", "holdfast.cli", "serve", str(pristine), "--out", str(out), "--force"]
+    limited = ["bash", "-c", 'ulimit -f 1; trap "" XFSZ; "$@"', "-", *command]
+    refused = subprocess.run(limited, env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True)
+    assert refused.returncode == 2 and "expected a file that can be written" in refused.stderr, refused.stderr
+    assert "</html>" in out.read_text() and [*tmp_path.iterdir()] == [out], "the old file stays whole"
+    ascii_only = {**os.environ, "PYTHONPATH": str(SOURCE), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run(command, env=ascii_only, check=True)
+    assert "·" in out.read_text(encoding="utf-8")
     outcome = run("serve", str(pristine), "--out", "-")
     assert outcome.out.startswith("<!doctype html>") and outcome.status == 0
     assert run("serve", str(pristine / "step-000000000300"), "--out", "-").status == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import sys
@@ -57,7 +58,9 @@ def serve(
         with _bound(host, port) as listening:
             number, token = listening.getsockname()[1], "" if no_token else secrets.token_urlsafe(16)
             names = [f"[{name}]" if ":" in name else name for name in {host, *(_LOOPBACK * (host in _LOOPBACK))}]
-            pages = Pages(subjects).app(token, [*(f"{name}:{number}" for name in names), *(allow_host or ())])
+            # A browser leaves out the port of HTTP.
+            hosts = [f"{name}:{number}" for name in names] + names * (number == 80)
+            pages = Pages(subjects).app(token, [*hosts, *(allow_host or ())])
             where = f"[{host}]" if ":" in host else host
             stdout().line(f"http://{where}:{number}{root_path}/{'?token=' * bool(token)}{token}")
             sys.stdout.flush()
@@ -67,6 +70,10 @@ def serve(
 
 def _bound(host: str, port: int | None) -> socket.socket:
     """Return a socket that listens on a port: the asked one, or the first free one."""
+    try:
+        socket.getaddrinfo(host, 0)
+    except OSError as error:
+        raise InvalidError(f"--host {host}: {error}; expected a name or an address of this machine") from error
     for number in _PORTS if port is None else (port,):
         try:
             return socket.create_server((host, number), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -77,6 +84,18 @@ def _bound(host: str, port: int | None) -> socket.socket:
 
 def _write(out: str, text: str) -> None:
     try:
-        (sys.stdout.write if out == "-" else Path(out).write_text)(text)
+        if out == "-":
+            sys.stdout.write(text)
+            return
+        data, target = text.encode(), Path(out).resolve()
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)  # A device or a pipe stays.
+            return
+        new = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
+        try:
+            new.write_bytes(data)
+            os.replace(new, target)
+        finally:
+            new.unlink(missing_ok=True)
     except (OSError, UnicodeError) as error:
         raise UnavailableError(f"{out}: {error}; expected a file that can be written. Pass another --out") from error
