@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from urllib.parse import quote
@@ -157,6 +158,18 @@ def test_odd_numbers_and_many_phases_are_shown(root: Path, monkeypatch: pytest.M
     assert browser.json("/run/0/step?step=300")["work"]["ranks"][0]["bytes_per_second"] is None, "it is infinite"
     text = browser.client.get("/run/0/step?step=300").text
     assert text.count('<th class="n">') == 2 + app.PHASES_MAX
+
+
+def test_a_path_that_is_not_utf8_is_shown(pristine: Path, tmp_path: Path) -> None:
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/runs/\xff"))
+    shutil.copytree(pristine, root)
+    shutil.copytree(pristine, root.with_name("b"))
+    browser = Browser(root.parent)
+    for path in ("/", "/run/1", "/run/1/step?step=300", "/run/1/tensors?step=300", "/run/1/diff?step=300&other=200"):
+        assert "\\udcff" in str(browser.json(path)), path
+        assert "\\udcff" in browser.get(path).text
+    browser.json("/run/1/trace?step=300")
+    browser.json("/run/1/tensor?step=300&name=half")
 
 
 def test_damaged_files_are_shown_as_damaged(root: Path) -> None:

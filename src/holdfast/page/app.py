@@ -42,6 +42,20 @@ def shown(value: object) -> object:
     return errors.printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
+def json_of(facts: object) -> bytes:
+    """Return facts as JSON; paths that are not UTF-8 are shown as on a page."""
+    try:
+        return msgspec.json.encode(facts, enc_hook=str)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_all_shown(msgspec.to_builtins(facts, enc_hook=str)))
+
+
+def _all_shown(value: object) -> object:
+    if isinstance(value, dict):
+        return {shown(key): _all_shown(each) for key, each in value.items()}
+    return [_all_shown(each) for each in value] if isinstance(value, (list, tuple)) else shown(value)
+
+
 def link(base: str, **query: object) -> str:
     """Return a URL with a query, from which empty values are left out."""
     given = {name: str(value) for name, value in query.items() if value not in (None, "")}
@@ -114,7 +128,7 @@ class Pages:
         if version is not None and request.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
         if not template or request.query_params.get("format") == "json":
-            return Response(msgspec.json.encode(facts, enc_hook=str), status, headers, "application/json")
+            return Response(json_of(facts), status, headers, "application/json")
         return HTMLResponse(self.render(template, facts, request), status, headers)
 
     def render(self, template: str, facts: Facts, request: Request | None = None) -> str:
