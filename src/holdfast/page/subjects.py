@@ -100,7 +100,7 @@ class Subject:
         return self.answer_of(lambda: self.open(step))
 
     def open(self, step: str) -> api.Checkpoint:
-        """Do the same without a time limit, on one thread at a time. A visitor that waited in vain finds it open."""
+        """Do the same without a time limit, on one thread at a time. A late checkpoint is open for the next visitor."""
         found = self._opened.pop(step, None)
         if found is None or found.is_overwritten:
             path = self.path if self.watch is None else self.watch.place_of(step)
