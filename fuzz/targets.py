@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from fuzz import codec, coded, dcp, deepspeed, layouts, plans
+from holdfast._face.value_words import value_lines
 from holdfast.backends.foreign.huggingface.safetensors_reader import SafetensorsFormat
 from holdfast.backends.foreign.pickles.reader import unpickled
 from holdfast.backends.foreign.torch.reader import TorchSaveFormat
@@ -28,7 +29,6 @@ from holdfast.base.geometry.region import region_boxes
 from holdfast.base.ports.keys import split_key
 from holdfast.base.types.plan import WantedBoxes
 from holdfast.base.types.values import TensorRef
-from holdfast.cli.tree import tree_lines
 from holdfast.core.format.digest import hex_digest_of
 from holdfast.core.format.index.columns import decode_column, encode_column
 from holdfast.core.format.index.foreign_index import index_foreign
@@ -144,7 +144,7 @@ def value(data: bytes) -> None:
         return
     again = values.dumps(values.encode(decoded, ""))
     assert values.dumps(values.encode(values.decode(values.loads(again), ""), "")) == again
-    for line in tree_lines({"value": decoded}, whole_names=True):
+    for line in value_lines({"value": decoded}, whole_names=True):
         assert line.isprintable(), line
 
 
