@@ -32,7 +32,7 @@ def state_of(step: int, rank: int = 0, count: int = COUNT) -> dict[str, object]:
 
 
 def manager_at(folder: Path, root: Path | str, **options: object) -> holdfast.CheckpointManager:
-    near = holdfast.Tier(folder / "near", every=1)
+    near = holdfast.Tier((folder / "near").resolve(), every=1)
     return holdfast.CheckpointManager(
         root, every=EVERY, keep_last=2, near=near, preemption=False, settings=SETTINGS, **options
     )

@@ -71,7 +71,7 @@ def test_no_acknowledged_step_is_lost_by_kills(tmp_path: Path, tier_root: Path |
     with ExitStack() as ended:
         if where == "memory":
             memory = ended.enter_context(TemporaryDirectory(dir="/dev/shm"))
-            (tmp_path / "near").symlink_to(Path(memory) / "near")
+            (tmp_path / "near").symlink_to(Path(memory) / "near")  # The jobs take the folder that the link leads to.
         play(tmp_path, tier_root, LARGE_COUNT if where == "memory" else COUNT)
 
 
@@ -100,7 +100,9 @@ def play(tmp_path: Path, tier_root: Path | ServerFolder, count: int) -> None:
     for place in (tmp_path / "near", tier_root):
         for each in steps_in(place):
             assert list(holdfast.open_checkpoint(place / f"step-{each:012d}").verify()) == []
-    assert not list(tier_root.glob("copying/*")), "the drain removes what killed ones left"
+    # Files of a later step, which was lost with the near tier, go once the run comes to that step again.
+    left = [path.name for path in tier_root.glob("copying/*") if path.name < f"step-{step + 2:012d}"]
+    assert not left, "the drain removes what killed ones left"
     assert step + 1 in steps_in(tier_root) and len(steps_in(tmp_path / "near")) <= 3
 
 
