@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -184,9 +183,7 @@ def main() -> None:
         rounds = measured(Path(folder), 3 if os.environ.get("QUICK") else 7)
     keys = keys_of(rounds)
     results = json.loads(RESULTS.read_text())
-    flat: dict[str, object] = {}
-    for key, spread in keys.items():
-        flat |= dict(zip(report.names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
+    flat = report.columns_of(keys)
     head = {name: value for name, value in results.items() if name not in ("with", "rounds")}
     both = {**results["rounds"], "layouts": rounds}
     RESULTS.write_text(json.dumps({**head, **flat, "with": results["with"], "rounds": both}, indent=1) + "\n")

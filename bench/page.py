@@ -18,7 +18,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -251,13 +250,11 @@ def main() -> None:
         "serve_rss_mib": spread_of([rss]),
         "report_mib": spread_of([size]),
     }
-    flat: dict[str, object] = {}
     for key, spread in spreads.items():
-        flat |= dict(zip(report.names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
         print(f"{key}: {spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})")
     if not quick:
         every = {"listings": listings, "trees": trees, "heats": heats, "training": training}
-        RESULTS.write_text(json.dumps({**flat, "rounds": every}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps({**report.columns_of(spreads), "rounds": every}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

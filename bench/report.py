@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.goals import GOALS, Goal
 from bench.paired import median_interval
-from bench.part import Measured, Params, Part, Round
+from bench.part import Measured, Params, Part, Round, Spread
 
 RESULTS = Path(__file__).parent / "results"
 LATEST = RESULTS / "latest.json"
@@ -55,9 +55,7 @@ def merged(latest: Latest, part: Part, params: Params, measured: Measured) -> La
             key: [round(bound, 4) for bound in interval] for key, interval in intervals.items() if interval is not None
         }
     flat = {name: value for name, value in latest.items() if name != "parts" and name not in gone}
-    for key, spread in keys.items():
-        flat |= dict(zip(names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
-    return {**flat, "parts": parts}
+    return {**flat, **columns_of(keys), "parts": parts}
 
 
 def with_results_beside(latest: Latest, folder: Path = RESULTS) -> Latest:
@@ -125,6 +123,15 @@ def lines(latest: Latest) -> list[str]:
 def is_any_missed(latest: Latest, keys: Collection[str]) -> bool:
     """Return whether one of some keys is below its floor."""
     return any(goal.reached(float(latest[goal.key])) == "missed" for goal in GOALS if goal.key in keys)  # type: ignore[arg-type]
+
+
+def columns_of(spreads: Mapping[str, Spread]) -> dict[str, float]:
+    """Return the columns of all keys, by their names in a file of results."""
+    return {
+        name: round(value, 4)
+        for key, spread in spreads.items()
+        for name, value in zip(names_of(key), asdict(spread).values(), strict=True)
+    }
 
 
 def names_of(key: str) -> tuple[str, str, str]:

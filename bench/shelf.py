@@ -13,7 +13,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -115,7 +114,6 @@ def main() -> None:
             rounds = measure_all(Path(folder), memory, quick=quick)
     finally:
         shutil.rmtree(memory)
-    flat: dict[str, object] = {}
     spreads = {
         **keys(rounds["saves"]),
         **shelf_recovery.keys(rounds["recovery"]),
@@ -123,10 +121,9 @@ def main() -> None:
         **shelf_training.keys(rounds["training"], {}),
     }
     for key, spread in spreads.items():
-        flat |= dict(zip(report.names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
         print(f"{key}: {spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})")
     if not quick:
-        RESULTS.write_text(json.dumps({**flat, "rounds": rounds}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps({**report.columns_of(spreads), "rounds": rounds}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -130,8 +130,7 @@ def _results(
     rounds: dict[str, list[Round]] = {}
     for name, each in measured.items():
         rounds[name] = [one for turn in each for one in turn.rounds]
-        for key, spread in parts[name].keys(rounds[name], _params(parts[name], bool(subject["quick"]))).items():
-            flat |= dict(zip(report.names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
+        flat |= report.columns_of(parts[name].keys(rounds[name], _params(parts[name], bool(subject["quick"]))))
     notes = list(dict.fromkeys(note for each in measured.values() for turn in each for note in turn.notes))
     return {**flat, "limits": list(LIMITS), "notes": notes, **subject, "rounds": rounds}
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
@@ -228,12 +227,16 @@ def keys_of(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Spread]:
 
 def results_with(earlier: report.Latest, rounds: Mapping[str, Sequence[Round]], server: str) -> report.Latest:
     """Return the results with the keys and the rounds of some parts replaced; all others stay."""
-    flat: report.Latest = {}
-    for key, spread in keys_of(rounds).items():
-        flat |= dict(zip(report.names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))
+    spreads = keys_of(rounds)
+    for key, spread in spreads.items():
         print(f"{key}: {spread.median:.3f} ({spread.low:.3f}–{spread.high:.3f})")
     kept: Mapping[str, object] = earlier.get("rounds", {})  # type: ignore[assignment]
-    return {**earlier, **flat, **({"server": server} if server else {}), "rounds": {**kept, **rounds}}
+    return {
+        **earlier,
+        **report.columns_of(spreads),
+        **({"server": server} if server else {}),
+        "rounds": {**kept, **rounds},
+    }
 
 
 def main() -> None:
