@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
@@ -27,7 +26,7 @@ from starlette.types import ASGIApp
 from holdfast import api, errors
 from holdfast.errors import CheckpointError, MissingError
 from holdfast.page.guard import Guard
-from holdfast.page.subjects import LongWork, Subject, WorkQueue
+from holdfast.page.subjects import LongWork, Subject, WorkQueue, shown_moment
 
 ROWS_MAX, CELLS_MAX, PHASES_MAX = 500, 8192, 64
 """Rows of one table, before a link to the next ones; cells of a heat map without JavaScript, and its phases."""
@@ -74,11 +73,10 @@ def environment() -> jinja2.Environment:
         finalize=shown, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     made.filters |= {"bytes": errors.shown_bytes, "ranks": errors.shown_ranks, "seconds": api.shown_seconds}
+    made.filters |= {"time": shown_moment, "zip": zip}
     made.filters["number"] = lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
-    made.filters["time"] = lambda at: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(at, 0), 1e11)))
     made.globals |= {"link": link, "counted": errors.counted, "value_text": api.value_text, "cells_max": CELLS_MAX}
     made.globals |= {"agent_notes": api.agent_notes, "phases_of": phases_of}
-    made.filters["zip"] = zip
     made.globals["asset"] = lambda name: Markup((_HERE / "static" / name).read_text(encoding="utf-8"))
     return made
 

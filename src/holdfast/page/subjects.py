@@ -21,6 +21,11 @@ _OPENED_MAX, _RESULTS_MAX, _OPEN_MAX, _REMOVED_MAX = 4, 16, 16, 4096
 Answer = TypeVar("Answer")
 
 
+def shown_moment(unix_seconds: float) -> str:
+    """Return a time for people; reports come from strangers, so a time out of range is cut."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(unix_seconds, 0), 1e11)))
+
+
 class Subject:
     """A run, or one checkpoint."""
 
@@ -93,7 +98,7 @@ class Subject:
             MissingError: The step was removed.
         """
         if step in self.removed:
-            at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.removed[step]))
+            at = shown_moment(self.removed[step])
             raise MissingError(
                 f"step {step} was removed at {at}, or a newer timeline left it behind; expected a listed one"
             )
