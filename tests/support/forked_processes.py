@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -298,6 +298,20 @@ def _do(work: Work) -> None:
     os.environ.update(work.environment)
     module, _, name = work.function.partition(":")
     getattr(importlib.import_module(module), name)(*work.arguments)
+
+
+def await_within(seconds: float, is_so: Callable[[], bool], *, said: Callable[[], str] = str) -> None:
+    """Wait until something is so.
+
+    Args:
+        seconds: Longest wait.
+        is_so: Asked again and again.
+        said: Returns text for the failure.
+    """
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, f"it did not come\n{said()}"
+        time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":

@@ -84,3 +84,8 @@ def remove_tree(folder: Path | ServerFolder) -> None:
     else:
         for key in folder.server.keys(folder):
             (folder / key).unlink()
+
+
+def steps_in(place: Path | ServerFolder) -> list[int]:
+    """Return the steps with a manifest in a root or a near tier, ascending."""
+    return sorted(int(path.parent.name[5:]) for path in place.glob("step-*/manifest.json"))

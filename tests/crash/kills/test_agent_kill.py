@@ -26,6 +26,7 @@ from holdfast.training.runs.tiers.offline_drain import NearDrain
 from tests.crash.kills.sweeping import fates_of_kills
 from tests.doubles.faults import Faults, FaultySyscalls
 from tests.support.crashed_run import SETTINGS, Ending, expected_fingerprint, fingerprint, training_state
+from tests.support.server_folders import steps_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
@@ -42,10 +43,6 @@ STRIDE = int(os.environ.get("AGENT_STRIDE", "97"))
 def place() -> Iterator[Path]:
     with TemporaryDirectory(dir="/dev/shm") as name:
         yield Path(name)
-
-
-def steps_in(root: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in root.glob("step-*/manifest.json"))
 
 
 def manager_at(place: Path) -> holdfast.CheckpointManager:

@@ -10,32 +10,27 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import holdfast
 from holdfast import api
 from holdfast.training.runs.tiers.agent_files import AgentStatus, agent_lock, is_agent_running
 from tests.distributed.tiers.memory_cases import STEPS
-from tests.support.forked_processes import REPOSITORY, environment
+from tests.support.forked_processes import REPOSITORY, await_within, environment
 from tests.support.gloo_worlds import Case, Launch
+from tests.support.server_folders import steps_in
 
 RANKS = 2
 CASES = "tests.distributed.tiers.memory_cases"
-WAIT_SECONDS = 90.0
+await_ = partial(await_within, 90.0)
 SURVIVOR_SECONDS = 2.0
 """How long a rank may go on whose peer or launcher is dead; torchrun waits, too, before it kills."""
 BLOCKED_SECONDS_MAX = 1.0
 """How much longer than usual a step may be blocked."""
-
-
-def await_(is_so: Callable[[], bool], seconds: float = WAIT_SECONDS, *, said: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, f"it did not come\n{said()}"
-        time.sleep(0.005)
 
 
 def is_alive(pid: int) -> bool:
@@ -50,10 +45,6 @@ def kill(*pids: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def steps_in(place: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in place.glob("step-*/manifest.json"))
 
 
 @dataclass

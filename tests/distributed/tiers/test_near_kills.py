@@ -22,7 +22,7 @@ from holdfast.errors import ConflictError
 from tests.distributed.tiers.kill_cases import COUNT, LARGE_COUNT, SETTINGS, manager_at, state_of
 from tests.support.forked_processes import Forked, Work, start_ranks
 from tests.support.gloo_worlds import Case, Launch
-from tests.support.server_folders import ServerFolder
+from tests.support.server_folders import ServerFolder, steps_in
 
 LIVES = int(os.environ.get("NEAR_LIVES", "5"))
 """How often a run is killed."""
@@ -38,10 +38,6 @@ def newest(folder: Path, place: str) -> int:
     path = folder / "acknowledged"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return max((int(line.split()[1]) for line in lines if line.startswith(place)), default=0)
-
-
-def steps_in(root: Path | ServerFolder) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in root.glob("step-*/manifest.json"))
 
 
 def lived(folder: Path, root: Path | ServerFolder, number: int, seconds: float, at_least: int, count: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.tiers.layout_cases import FROZEN_COUNT, loaded_alone, packs_of
 from tests.support.gloo_worlds import Case, Launch, Results, run_world
+from tests.support.server_folders import steps_in
 
 CASES = "tests.distributed.tiers.layout_cases"
 
@@ -35,10 +36,6 @@ def drained(folder: Path) -> Results:
 
 def seen(folder: Path) -> dict[str, dict[str, object]]:
     return json.loads((folder / "seen.json").read_text())
-
-
-def steps_in(root: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in root.glob("step-*/manifest.json"))
 
 
 def test_a_frozen_backbone_goes_to_the_root_once_and_as_it_is_coded(folder: Path) -> None:

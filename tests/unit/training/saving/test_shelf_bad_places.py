@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -27,6 +27,7 @@ from holdfast.core.engine.memory_limits import MemoryDomain, memory_domains
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.settings import MIB, Settings
 from tests.doubles.faults import Faults, FaultySyscalls
+from tests.support.forked_processes import await_within
 from tests.support.small_memory import (
     SmallMount,
     killed_by_kernel,
@@ -38,6 +39,7 @@ from tests.support.small_memory import (
     swapped_bytes,
 )
 
+await_ = partial(await_within, 20.0)
 WRITES = {"pwrite", "ftruncate", "link", "mkdir", "create", "rename", "rename_noreplace"}
 COUNT = 300_000
 """Elements of each of two tensors: a pack is large enough to become a spare."""
@@ -76,13 +78,6 @@ def saved_due(run: holdfast.CheckpointManager, step: int, count: int = COUNT) ->
     report = run.save(step, state_of(step, count)).wait("committed")
     assert report is not None
     return report.tier
-
-
-def await_(is_true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 20.0
-    while not is_true():
-        assert time.monotonic() < limit, "it did not come"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -19,17 +20,14 @@ import holdfast
 from holdfast import api
 from holdfast.settings import Settings
 from holdfast.training.runs.tiers.agent_files import AgentStatus, is_agent_running
+from tests.support.forked_processes import await_within
 
 SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=2.0)
-LIMIT_SECONDS = 30.0
+await_ = partial(await_within, 30.0)
 
 
 def state_of(step: int, elements: int = 1000) -> dict[str, object]:
     return {"weights": torch.full((elements,), float(step)), "step": step}
-
-
-def steps_in(place: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in place.glob("step-*/manifest.json"))
 
 
 @dataclass
@@ -111,13 +109,6 @@ class Run:
 
     def await_end(self) -> None:
         await_(lambda: not is_agent_running(str(self.near)))
-
-
-def await_(is_true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + LIMIT_SECONDS
-    while not is_true():
-        assert time.monotonic() < limit, "it did not come"
-        time.sleep(0.02)
 
 
 @contextmanager

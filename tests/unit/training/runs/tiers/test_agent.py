@@ -26,7 +26,8 @@ from holdfast.stored.repository.catalog import read_run_id
 from holdfast.training.runs.tiers.agent import Agent, AgentStarter, Patience, run_agent
 from holdfast.training.runs.tiers.agent_files import LOCK_FILE, agent_lock, is_agent_running
 from holdfast.training.runs.tiers.offline_drain import NearDrain
-from tests.unit.training.runs.tiers.agent_runs import SETTINGS, Run, await_, ended, run_in_memory, state_of, steps_in
+from tests.support.server_folders import steps_in
+from tests.unit.training.runs.tiers.agent_runs import SETTINGS, Run, await_, ended, run_in_memory, state_of
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from holdfast.errors import (
 )
 from holdfast.policies import AnyOf, EveryNth, LatestN, Tagged
 from holdfast.settings import Settings
-from tests.support.server_folders import ServerFolder
+from tests.support.server_folders import ServerFolder, steps_in
 from tests.support.tuning import tuned
 
 SETTINGS = tuned(Settings(chunk_bytes=4096, collect_grace_seconds=0.0, lease_seconds=5.0), window_bytes=8192)
@@ -53,10 +53,6 @@ def place(tier_root: Path | ServerFolder, tmp_path: Path) -> Place:
 
 def state_of(step: int) -> dict[str, object]:
     return {"weights": torch.full((COUNT,), float(step)), "step": step}
-
-
-def steps_in(root: Path | ServerFolder) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in root.glob("step-*/manifest.json"))
 
 
 def train(manager: holdfast.CheckpointManager, *steps: int) -> None:

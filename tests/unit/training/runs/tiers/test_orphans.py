@@ -25,13 +25,13 @@ from holdfast import api
 from holdfast._face import wiring
 from holdfast.training.runs.tiers.agent_files import is_agent_running
 from tests.doubles.faults import Faults, FaultyStore
+from tests.support.server_folders import steps_in
 from tests.unit.training.runs.tiers.agent_runs import (
     SETTINGS,
     Run,
     await_,
     run_in_memory,
     state_of,
-    steps_in,
 )
 
 ROUNDS = int(os.environ.get("ORPHAN_ROUNDS", "1"))
