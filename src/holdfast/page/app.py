@@ -76,7 +76,7 @@ def environment() -> jinja2.Environment:
     made.filters |= {"time": shown_moment, "zip": zip}
     made.filters["number"] = lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
     made.globals |= {"link": link, "counted": errors.counted, "value_text": api.value_text, "cells_max": CELLS_MAX}
-    made.globals |= {"agent_notes": api.agent_notes, "phases_of": phases_of}
+    made.globals |= {"agent_notes": api.agent_notes, "phases_of": phases_of, "phases_max": PHASES_MAX}
     made.globals["asset"] = lambda name: Markup((_HERE / "static" / name).read_text(encoding="utf-8"))
     return made
 

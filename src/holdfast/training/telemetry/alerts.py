@@ -283,7 +283,8 @@ def _failing(now: Situation, rules: AlertRules) -> Iterator[Alert]:
         since = f"since step {newest[0].step}" if newest else "since the start"
         why = "no event tells why: the job was killed, or pass --events"
         step, rank, host = max(steps, default=None), None, ""
-        if failed:
+        # A rank that another rank's error aborted says so: the cause tells more.
+        if failed := [each for each in failed if " aborted: " not in each.message] or failed:
             rank, host, why = failed[-1].rank, failed[-1].host, f"{failed[-1].error}: {failed[-1].message}"
         text = f"{counted(count, 'save')} failed or unfinished {since} ({first_three(sorted(steps))}): {why}"
         yield Alert("failing", text, step, rank, host, {"saves": count})

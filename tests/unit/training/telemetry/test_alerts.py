@@ -72,9 +72,9 @@ def situation(facts: Sequence[StepFact], **changes: Any) -> Situation:
     return replace(Situation(last + 1.0, facts, writer=HOLDER, free_bytes=10**9), **changes)
 
 
-def failed(seconds: float, verb: str = "save") -> EventLine:
+def failed(seconds: float, verb: str = "save", rank: int = 2, message: str = "the disk is full") -> EventLine:
     time = datetime.fromtimestamp(seconds, UTC)
-    return EventLine(time, "failed", 2, verb, 12, 4, "host-2", "UnavailableError", "the disk is full")  # type: ignore[arg-type]
+    return EventLine(time, "failed", rank, verb, 12, 4, f"host-{rank}", error="UnavailableError", message=message)  # type: ignore[arg-type]
 
 
 def since(seconds: float) -> Holder:
@@ -210,6 +210,15 @@ def test_an_alert_names_rank_host_step_and_numbers() -> None:
     (alert,) = alerts_of(situation(quiet(), failed=[failed(LAST + 2)]), AlertRules())
     assert (alert.step, alert.rank, alert.host) == (12, 2, "host-2")
     assert "the disk is full" in alert.text
+
+
+def test_a_failed_save_names_the_rank_with_the_cause() -> None:
+    told = failed(LAST + 3, rank=3, message="rank 2 aborted: the disk is full")
+    for lines in ([failed(LAST + 2), told], [told, failed(LAST + 2)]):
+        (alert,) = alerts_of(situation(quiet(), failed=lines), AlertRules())
+        assert (alert.rank, alert.host) == (2, "host-2")
+    (alert,) = alerts_of(situation(quiet(), failed=[told]), AlertRules())
+    assert (alert.rank, alert.host) == (3, "host-3"), "the events of the other rank are elsewhere"
 
 
 def test_nothing_is_found_in_a_young_run() -> None:
