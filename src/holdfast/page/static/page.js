@@ -19,8 +19,9 @@ const sortable = () => {
         head.setAttribute("aria-sort", falling ? "descending" : "ascending");
         const value = (row) => {
           const cell = row.cells[at];
-          const number = Number(cell.dataset.value ?? cell.textContent);
-          return Number.isNaN(number) ? cell.textContent : number;
+          const number = Number((cell.dataset.value ?? cell.textContent).replace("inf", "Infinity"));
+          if (!Number.isNaN(number)) return number;
+          return head.classList.contains("n") ? -Infinity : cell.textContent;
         };
         const order = (a, b) => (a < b ? -1 : a > b ? 1 : 0) * (falling ? -1 : 1);
         const rows = [...table.tBodies[0].rows].sort((a, b) => order(value(a), value(b)));
