@@ -156,7 +156,7 @@ bench-tiers: $(READY)
 page: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,dev,bench]' 'playwright>=1.50,<2'
 	@[ -n "$$HOLDFAST_CHROMIUM" ] || command -v chromium >/dev/null || (apt-get update -q && apt-get install -y -q --no-install-recommends chromium) >/dev/null
-	@PAGE_PICTURES=$(CURDIR)/docs/plots $(PY) -m pytest -q -n 0 -m '' tests/page/test_browser.py
+	@PAGE_PICTURES=$(CURDIR)/docs/plots $(PY) -m pytest -q -n 0 -m '' --basetemp /tmp/holdfast-page tests/page/test_browser.py
 	@QUICK=$(QUICK) $(PY) -m bench.page
 
 bench-memory: $(READY)
