@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import sys
@@ -13,6 +12,7 @@ import typer
 
 from holdfast.cli.arguments import AllowRoot, settings_with
 from holdfast.cli.exit_status import ended_well
+from holdfast.cli.output import write_output
 from holdfast.cli.screen import stdout
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
 
@@ -53,7 +53,7 @@ def serve(
             raise ConflictError(f"{out}: exists; expected a new file. Pass --force to replace the file")
         subjects = subjects_at(paths, events or (), settings_with(allow_root))
         if out is not None:
-            _write(out, report_of(subjects))
+            write_output(out, report_of(subjects), "--out")
             return
         with _bound(host, port) as listening:
             number, token = listening.getsockname()[1], "" if no_token else secrets.token_urlsafe(16)
@@ -80,22 +80,3 @@ def _bound(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             failure = error
     raise UnavailableError(f"{host}, port {number}: {failure}; expected a free one. Pass another --port") from failure
-
-
-def _write(out: str, text: str) -> None:
-    try:
-        if out == "-":
-            sys.stdout.write(text)
-            return
-        data, target = text.encode(), Path(out).resolve()
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)  # A device or a pipe stays.
-            return
-        new = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
-        try:
-            new.write_bytes(data)
-            os.replace(new, target)
-        finally:
-            new.unlink(missing_ok=True)
-    except (OSError, UnicodeError) as error:
-        raise UnavailableError(f"{out}: {error}; expected a file that can be written. Pass another --out") from error
