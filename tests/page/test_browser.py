@@ -105,7 +105,7 @@ def test_the_questions_of_three_in_the_morning(chromium: Browser, url: str, run:
         assert f"rank {run.slow_rank}" in alerts and "slow_rank" in alerts
         assert f"step {run.failed_step}" in alerts and "no space left on device" in alerts
         lineage = page.inner_text(".lineage")
-        assert f"leaves step {run.back_to}" in lineage
+        assert f"starts from step {run.back_to}" in lineage
         for step in run.left_steps:
             assert f"{step}@" in lineage
         picture(page, "run")

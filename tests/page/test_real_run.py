@@ -45,7 +45,7 @@ def test_the_page_is_right_while_a_run_trains_and_after(tmp_path: Path) -> None:
         **{str(step): "committed" for step in (100, 200, 300, 400, 500, 550)}, "600": "superseded", "700": "superseded"
     }  # fmt: skip
     first, second = browser.get("/").text.split("Lineage")[1].split("timeline 2")
-    assert first.count("left behind") == 2 and "leaves step 500" in second and "550" in second
+    assert first.count("superseded") == 2 and "starts from step 500" in second and "550" in second
     step = browser.json("/run/0/step?step=550")
     slow, fast = (step["work"]["ranks"][rank] for rank in (SLOW_RANK, 1 - SLOW_RANK))
     assert slow["phases"]["write"] > WAIT_SECONDS > fast["phases"]["write"] and fast["phases"]["wait"] > 0.5

@@ -42,8 +42,8 @@ def test_a_step_says_its_time_and_how_long_training_waited(browser: Browser) -> 
 def test_lineage_shows_what_going_back_left_behind(browser: Browser) -> None:
     page = browser.get("/")
     first, second = page.text.split("Lineage")[1].split("timeline 2")
-    assert "timeline 1" in first and first.count("left behind") == 2 and "500@" in first
-    assert "leaves step 300" in second and "400" in second
+    assert "timeline 1" in first and first.count("superseded") == 2 and "500@" in first
+    assert "starts from step 300" in second and "400" in second
     (link,) = (each for each in page.links if each.endswith("/diff?step=400&other=300"))
     assert "changed" in browser.get(link).text
 

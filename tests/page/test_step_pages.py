@@ -99,6 +99,9 @@ def test_a_diff_says_which_tensor_changed_most(browser: Browser, pristine: Path)
     page = browser.get("/run/0/diff?step=400&other=300&sort=max_relative")
     rows = [link for link in page.links if "/tensor?" in link]
     assert rows[0].endswith(max(changes, key=lambda name: changes[name]))
+    by_norm = {each.fqn: each.change.relative for each in expected.tensors if each.change is not None}
+    rows = [link for link in browser.get("/run/0/diff?step=400&other=300").links if "/tensor?" in link]
+    assert rows[0].endswith(max(by_norm, key=lambda name: by_norm[name]))
     assert "epoch: 300 in A, 7 in B" in page.text
 
 
@@ -151,7 +154,7 @@ def test_open_work_is_kept_and_too_much_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_unknown_names_are_answered_with_the_nearest(browser: Browser) -> None:
-    assert "expected one of 300" in browser.get("/run/0/step?step=30", 404).text
+    assert "the nearest names are 300" in browser.get("/run/0/step?step=30", 404).text
     assert "model.0.weight" in browser.get("/run/0/tensor?step=300&name=model.0.wieght", 404).text
     assert "below 1" in browser.get("/run/5", 404).text
     browser.get("/run/0/diff?step=300&other=nothing", 404)

@@ -269,5 +269,6 @@ def _known(subject: Subject, step: str) -> str:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    near = get_close_matches(name[:200], names[-20_000:]) or names[-3:]
-    return f"expected one of {errors.first_three(near)}" if near else "the list is empty"
+    if near := get_close_matches(name[:200], names[-20_000:]):
+        return f"the nearest names are {errors.first_three(near)}"
+    return f"the last names are {errors.first_three(names[-3:])}" if names else "the list is empty"

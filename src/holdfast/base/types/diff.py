@@ -42,6 +42,11 @@ class Change:
     inf: tuple[int, int]
     """Infinities among the elements read from A, from B."""
 
+    @property
+    def relative(self) -> float:
+        """Norm of a − b by the larger norm of both sides, over the elements read; 0 without a difference."""
+        return self.norm_difference / max(self.norm_a, self.norm_b) if self.norm_difference else 0.0
+
 
 class Verdict(Enum):
     """The result of comparing a tensor."""

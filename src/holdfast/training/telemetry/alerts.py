@@ -286,7 +286,9 @@ def _failing(now: Situation, rules: AlertRules) -> Iterator[Alert]:
         # A rank that another rank's error aborted says so: the cause tells more.
         if failed := [each for each in failed if " aborted: " not in each.message] or failed:
             rank, host, why = failed[-1].rank, failed[-1].host, f"{failed[-1].error}: {failed[-1].message}"
-        text = f"{counted(count, 'save')} failed or unfinished {since} ({first_three(sorted(steps))}): {why}"
+            why = f"at {failed[-1].time:%H:%M:%S} {why}"
+        tried = f"step{'s' * (len(steps) > 1)} {first_three(sorted(steps))}, " if steps else ""
+        text = f"{tried}{counted(count, 'save')} without a commit {since}: {why}"
         yield Alert("failing", text, step, rank, host, {"saves": count})
 
 
