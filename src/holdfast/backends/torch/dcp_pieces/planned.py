@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from holdfast.backends.torch.containers import plain_leaf, put_together, take_apart
+from holdfast.backends.torch.containers import take_apart
 from holdfast.backends.torch.local_shards import DENSE, LocalPart, LocalShards, is_meta
 from holdfast.backends.torch.state.naming import require_fqn
 from holdfast.backends.torch.tensors import (
@@ -121,8 +121,3 @@ def neutral_value(value: object, name: str, add: Callable[[TensorPiece], None]) 
         return TensorRef(path)
 
     return take_apart(value, name, on_tensor)
-
-
-def built_value(value: Value, tensor_of: Callable[[str], object]) -> object:
-    """Return the object of a neutral value. `tensor_of` returns a tensor by name."""
-    return put_together(value, lambda leaf: tensor_of(leaf.fqn) if isinstance(leaf, TensorRef) else plain_leaf(leaf))
