@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import cast
 
 from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
-from holdfast.base.types.epoch import Holder
 from holdfast.base.types.events import RankReport
 from holdfast.core.format import names
 from holdfast.core.format.log import LOG_FOLDER
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.errors import CheckpointError, CorruptError, UnavailableError
-from holdfast.stored.leases.process import can_be_seen, is_gone
-from holdfast.stored.repository import epochs, quarantine, tags, timeline_records
+from holdfast.stored.leases.seen import LeaseWriter, WriterWatch
+from holdfast.stored.repository import quarantine, tags, timeline_records
 from holdfast.stored.repository.catalog import exists, steps_among
 from holdfast.stored.repository.near_tier import read_near
 from holdfast.stored.repository.reports import REPORTS_FOLDER, reports_in
@@ -32,17 +31,6 @@ _MOVING = (names.SUPERSEDED_FOLDER, timeline_records.TIMELINES_FOLDER, names.EPO
 
 _STEPS_LOOKED_AT, _UNFINISHED_LOOKED_AT, _RECENT = 3, 64, 64
 _REPORTS_AWAITED_SECONDS = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseWriter:
-    """The process that holds the writer lease, or held the lease last."""
-
-    holder: Holder
-    """The process."""
-
-    state: Literal["holds", "silent", "released", "gone"]
-    """`holds`: as far as is known. `silent`: no heartbeat for the lease time. `released`, or `gone` without that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +117,7 @@ class RunWatch:
         self._news = 0
         self._facts: list[StepFact] = []
         self._seen: tuple[Sequence[int], Mapping[str, object], object] = (), {}, None
-        self._beat: tuple[int, bytes | None, float] = 0, None, 0.0
+        self._writers = WriterWatch(self._store, clock, 0.0)
         self._reads = 0
         self._awaited: dict[tuple[int, str], float] = {}
         """Until when a report of a save may still come: monotonic time, 0 for a save before the first look."""
@@ -158,7 +146,9 @@ class RunWatch:
             for each in (*_MOVING, tags.TAGS_FOLDER, quarantine.QUARANTINE, LOG_FOLDER)
             if each[:-1] in folders
         }
-        self.writer = self._read_writer()
+        self.writer = None
+        with suppress(CheckpointError):
+            self.writer = self._writers.look()
         has_moved = any(small.get(folder) != before[1].get(folder) for folder in _MOVING)
         for place in self._places:
             place.forget(None if has_moved else {*before[0]} - {*steps} | {*self._watched(steps)})
@@ -308,21 +298,6 @@ class RunWatch:
             drained = [entry.bytes for entry in root.list(folder)] if step in drains else []
             found.append((folder, attempts, parts, manifests, drained))
         return found
-
-    def _read_writer(self) -> LeaseWriter | None:
-        epoch = None
-        with suppress(CheckpointError):
-            epoch = epochs.read_epoch(self._store, number) if (number := epochs.newest_epoch(self._store)) else None
-        if epoch is None:
-            return None
-        holder, now = epoch.holder, self._clock.monotonic_seconds()
-        beat = epochs.read_heartbeat(self._store, epoch.number)
-        if self._beat[:2] != (epoch.number, beat):
-            self._beat = epoch.number, beat, now
-        if beat == epochs.RELEASED:
-            return LeaseWriter(holder, "released")
-        is_silent = not can_be_seen(holder) and now - self._beat[2] > holder.lease_seconds
-        return LeaseWriter(holder, "gone" if is_gone(holder) else "silent" if is_silent else "holds")
 
     def _read_save(self, record: StepRecord) -> None:
         """Read the reports of a save, unless none came since the last read. Without the store nothing is remembered."""

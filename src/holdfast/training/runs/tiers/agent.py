@@ -46,7 +46,7 @@ from holdfast.errors import (
     first_three,
 )
 from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process
-from holdfast.stored.repository import epochs
+from holdfast.stored.leases.seen import WriterWatch
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.training.runs.tiers.agent_files import (
     LOCK_FILE,
@@ -102,8 +102,7 @@ class Agent:
         self._is_hurried = False  # No event: a handler that sets one may have interrupted its wait.
         self._seen: tuple[str, float] = "", 0.0
         """The job in `job.json` whose process cannot be seen from here, and when that job was first seen."""
-        self._beat: tuple[int, bytes | None] | None = None
-        self._beat_seconds = 0.0
+        self._writers = WriterWatch(self._near, clock, lease_seconds)
         self._state: State = "watching"
         poll_seconds = min(patience.orphan_seconds / _POLLS_PER_ORPHAN, _POLL_SECONDS_MAX)
         self._poll_seconds = max(poll_seconds, _POLL_SECONDS_MIN)
@@ -243,26 +242,16 @@ class Agent:
         return False
 
     def _has_lease(self) -> bool:
-        number = epochs.newest_epoch(self._near)
-        if not number:
+        writer = self._writers.look()
+        if writer is None:
             return True  # The job has not saved yet.
-        beat = epochs.read_heartbeat(self._near, number)
-        if beat == epochs.RELEASED:
-            return False
-        epoch = epochs.read_epoch(self._near, number)
-        if epoch is not None and is_this_process(epoch.holder):
-            return False  # Its own drain, whose root has failed since.
-        if epoch is not None and can_be_seen(epoch.holder):
-            return not is_gone(epoch.holder)
-        now = self._clock.monotonic_seconds()
-        if (number, beat) != self._beat:
-            self._beat, self._beat_seconds = (number, beat), now
-        return now - self._beat_seconds < self._lease_seconds
+        # The lease may be that of its own drain, whose root has failed since.
+        return writer.state == "holds" and not (writer.holder is not None and is_this_process(writer.holder))
 
     def _has_released(self) -> bool:
         with suppress(CheckpointError):
-            number = epochs.newest_epoch(self._near)
-            return bool(number) and epochs.read_heartbeat(self._near, number) == epochs.RELEASED
+            writer = self._writers.look()
+            return writer is not None and writer.state == "released"
         return False
 
     def _enter(
