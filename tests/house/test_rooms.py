@@ -73,6 +73,12 @@ PUBLIC_MODULES = (
 UNREACHED = ("holdfast.testing",)
 """Rooms that no public verb needs: a store's author imports the shipped suites from their own tests."""
 
+NOT_YET_REACHED = (
+    "holdfast.core.plan.parity",
+    "holdfast.core.plan.placement",
+)
+"""Rules that are proven before the store of peers calls them. An entry that is reached by now fails the test."""
+
 NEGATIONS = re.compile(r"\b(?:never|no|not|none|nothing|nobody|neither|nor|cannot)\b", re.IGNORECASE)
 
 
@@ -203,4 +209,7 @@ def test_a_public_verb_reaches_every_module() -> None:
         parent = module.rpartition(".")[0]
         ahead += [*imports_of(module), *([parent] if parent else [])]
     unreached = {name for name in MODULES.keys() - reached if not name.startswith(UNREACHED)}
-    assert not unreached, f"no public verb needs: {sorted(unreached)}"
+    added = unreached - {*NOT_YET_REACHED}
+    assert not added, f"no public verb needs: {sorted(added)}"
+    unneeded = {*NOT_YET_REACHED} - unreached
+    assert not unneeded, f"reached by now, or gone; remove from NOT_YET_REACHED: {sorted(unneeded)}"
