@@ -148,6 +148,13 @@ _OF_MEMORY = {
         1,
         variables={"AGENT_STRIDE": "1"},
     ),
+    "rules of peers": Suite(
+        "keepers and parity",
+        ("tests/property/peers",),
+        lambda options: options.examples,
+        500,
+        rounds_variable="PEER_EXAMPLES",
+    ),
 }
 
 SUITES_OF = {"stores": _OF_STORES, "tiers": _OF_TIERS, "memory": _OF_MEMORY}

@@ -74,6 +74,7 @@ UNREACHED = ("holdfast.testing",)
 """Rooms that no public verb needs: a store's author imports the shipped suites from their own tests."""
 
 NOT_YET_REACHED = (
+    "holdfast.core.plan.keepers",
     "holdfast.core.plan.parity",
     "holdfast.core.plan.placement",
 )

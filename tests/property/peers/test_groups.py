@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -18,6 +19,7 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError, Missing
 from tests.property.states import examples
 
 NODES_MAX = 2000
+EXAMPLES = int(os.environ.get("PEER_EXAMPLES", examples(40)))
 
 
 def roster(count: int, seed: int) -> list[RosterNode]:
@@ -210,7 +212,7 @@ JOBS = st.integers(1, 40).flatmap(
 )
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=EXAMPLES)
 @given(JOBS)
 def test_any_one_loss_is_read_back_bit_for_bit(job: Job) -> None:
     drawn = random.Random(job.seed)
@@ -222,7 +224,7 @@ def test_any_one_loss_is_read_back_bit_for_bit(job: Job) -> None:
         assert peers.reads_back(drawn)
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=EXAMPLES)
 @given(JOBS, st.sampled_from((0, 0, 1, 3)))
 def test_what_is_called_readable_is_read_back_and_the_rest_is_refused(job: Job, unprotected: int) -> None:
     drawn = random.Random(job.seed)
