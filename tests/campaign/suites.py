@@ -150,7 +150,7 @@ _OF_MEMORY = {
     ),
     "rules of peers": Suite(
         "keepers and parity",
-        ("tests/property/peers",),
+        ("tests/property/peers/test_keepers.py", "tests/property/peers/test_groups.py"),
         lambda options: options.examples,
         500,
         rounds_variable="PEER_EXAMPLES",
