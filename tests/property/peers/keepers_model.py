@@ -63,7 +63,7 @@ def admission(decision: Decision) -> Admission:
 
 class Keeper(NamedTuple):
     side: int = 0
-    mark: Mark = (0, 0)
+    mark: Mark = keepers.NO_MARK
     held: frozenset[Kept] = NONE
 
 
@@ -76,7 +76,7 @@ class Writer(NamedTuple):
     put: Kept | None = None
     answers: tuple[Answer, ...] = ()
     would_be_wrong: bool = False
-    """Whether this manifest must not be acknowledged: a take-over that cut this writer off has not listed it."""
+    """Whether the last manifest must not be acknowledged: a take-over that cut this writer off has not listed it."""
     tried: tuple[Kept, ...] = ()
     read: Kept | None = None
     """A manifest that the writer has read, and has not yet put where it lacks."""
@@ -106,6 +106,8 @@ class Budget(NamedTuple):
     """Manifests that each writer puts."""
     steps: int = 1
     reads: int = 1
+    retries: int = 0
+    """Puts of a manifest whose outcome is unknown."""
 
 
 class World(NamedTuple):
@@ -141,7 +143,7 @@ def first_world(nodes: int, budget: Budget) -> World:
     """Return a world with one writer, whose keepers know it."""
     root = Decision(1, 1)
     roster = tuple(range(min(nodes, 3)))
-    states = tuple(Keeper(mark=root.mark if number in roster else (0, 0)) for number in range(nodes))
+    states = tuple(Keeper(mark=root.mark if number in roster else keepers.NO_MARK) for number in range(nodes))
     return World(states, (Writer(1, 0, roster, root),), (), 1, root, NONE, NONE, budget)
 
 
@@ -168,6 +170,7 @@ class Model:
         for number, writer in enumerate(world.writers):
             if writer.put is None:
                 yield from self._begin(world, number, writer)
+                yield from self._retry(world, number, writer)
             else:
                 yield from self._ask(world, number, writer)
             yield from self._attach(world, number, writer)
@@ -210,6 +213,13 @@ class Model:
                 put = Kept(step, writer.epoch, f"{writer.epoch}.{len(writer.tried)}")
                 begun = writer._replace(put=put, would_be_wrong=False, tried=(*writer.tried, put))
                 yield f"writer {writer.epoch} puts {put.digest} as step {step}", world.with_writer(number, begun)
+
+    def _retry(self, world: World, number: int, writer: Writer) -> Iterator[Move]:
+        """Put the last manifest again: the writer does not know whether it counts."""
+        for last in writer.tried[-1:]:
+            if world.budget.retries and last not in world.acked and admission(writer.root).admits(last):
+                again = world.with_writer(number, writer._replace(put=last)).spend("retries")
+                yield f"writer {writer.epoch} puts {last.digest} again", again
 
     def _ask(self, world: World, number: int, writer: Writer) -> Iterator[Move]:
         """Ask the next keeper."""
@@ -356,7 +366,7 @@ def with_list(world: World, number: int, takeover: TakeOver, listed: frozenset[K
         after = after._replace(writers=(*after.writers, Writer(takeover.epoch, 0, takeover.roster, root)))
     there = NONE.union(*(keeper.held for keeper in world.keepers if keeper.side == 0))
     for at, writer in enumerate(world.writers):
-        if writer.put in there - left:
+        if there.intersection(writer.tried[-1:]) - left:
             after = after.with_writer(at, writer._replace(would_be_wrong=True))
     for kept in after.acked - left:
         if kept in there:

@@ -31,6 +31,7 @@ NOTHING = Budget(losses=0, cuts=0, drops=0, removals=0, epochs=2, puts=1, reads=
         (1, Budget(losses=1, cuts=1, drops=1, removals=1, epochs=2, puts=2, reads=0)),
         (2, NOTHING._replace(cuts=1, drops=1, removals=1)),
         (2, NOTHING._replace(losses=1, drops=1, removals=1)),
+        (2, NOTHING._replace(cuts=1, drops=1, retries=1)),
         (3, NOTHING._replace(drops=1, reads=1)),
     ],
 )
@@ -72,6 +73,7 @@ def must_see_what_matters(worlds: Collection[World], budget: Budget) -> None:
         puts=st.integers(1, 3),
         steps=st.integers(1, 2),
         reads=st.integers(0, 3),
+        retries=st.integers(0, 2),
     ),
     choices=st.lists(st.integers(0, 2**16), min_size=40, max_size=160),
 )
@@ -184,6 +186,7 @@ MINE, OTHER = Kept(7, 2, "mine"), Kept(7, 1, "other")
         ([OTHER], 3, PutOutcome.CONFLICT),
         ([NEWER], 3, PutOutcome.CONFLICT),
         ([SILENT, OTHER], 3, PutOutcome.UNKNOWN),
+        ([BEHIND, BEHIND, BEHIND], 3, PutOutcome.UNKNOWN),
         ([SILENT, SILENT, SILENT], 3, PutOutcome.UNKNOWN),
     ],
 )

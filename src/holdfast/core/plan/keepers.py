@@ -92,7 +92,7 @@ class PutOutcome(Enum):
     """The manifest counts, and survives the loss of any one node."""
 
     CONFLICT = "conflict"
-    """Nothing was stored: another manifest of the step or another mark was there first."""
+    """Nothing was stored: another manifest of the step or a newer mark was there first."""
 
     UNKNOWN = "unknown"
     """The manifest may count or not. The writer may put the same one again, and no other one of the step."""
@@ -111,7 +111,7 @@ def refusal(own: Mark, asked: Mark) -> NoManifest | None:
     """Return how a keeper refuses a request; None: the keeper carries it out.
 
     Args:
-        own: Newest mark that the keeper has seen.
+        own: Newest mark that the keeper has learned.
         asked: Mark that the request states.
     """
     return None if own == asked else NoManifest.BEHIND if own < asked else NoManifest.NEWER
@@ -133,19 +133,20 @@ def may_put(step: int, admission: Admission, tried: Iterable[Kept]) -> bool:
 def may_learn(own: Mark, offered: Mark) -> bool:
     """Return whether a keeper takes a mark, with the admission that goes with the mark.
 
-    A keeper whose memory was lost may have forgotten a newer mark. So it learns its first one from a new job, before
-    that job's list, and never from a writer, whom another one may have replaced.
+    A keeper whose memory was lost may have forgotten a newer mark. So a keeper learns the first mark from a new job,
+    before that job's list, and never from a writer: another one may have replaced that writer.
 
     Args:
-        own: Newest mark that the keeper has seen.
+        own: Newest mark that the keeper has learned.
         offered: The mark of a new job or of a writer.
     """
     return offered > own and (own != NO_MARK or offered[1] == 0)
 
 
 def put_outcome(mine: Kept, answers: Sequence[Answer], keepers: int) -> PutOutcome:
-    """Return the outcome of a put-if-absent. The writer asks in roster order, and ends at another answer than its own
-    manifest or silence.
+    """Return the outcome of a put-if-absent.
+
+    The writer asks in roster order, until a keeper has another manifest of the step or a newer mark.
 
     Args:
         mine: The manifest.
@@ -155,7 +156,8 @@ def put_outcome(mine: Kept, answers: Sequence[Answer], keepers: int) -> PutOutco
     stored = answers.count(mine)
     if stored >= quorum(keepers) and NoManifest.NEWER not in answers:
         return PutOutcome.STORED
-    is_certain = not stored and NoManifest.SILENT not in answers
+    was_first = any(each is NoManifest.NEWER or (isinstance(each, Kept) and each != mine) for each in answers)
+    is_certain = was_first and not stored and NoManifest.SILENT not in answers
     return PutOutcome.CONFLICT if is_certain else PutOutcome.UNKNOWN
 
 
