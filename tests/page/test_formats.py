@@ -49,7 +49,9 @@ def test_each_fixture_is_shown() -> None:
 def test_a_near_tier_and_its_agent_are_shown(tmp_path: Path) -> None:
     near = tmp_path / "near"
     tier = holdfast.Tier(near, every=200)
-    with holdfast.CheckpointManager(tmp_path / "run", near=tier, process_group=False) as manager:
+    # With a grace, closing waits for the removal of steps from the near tier.
+    settings = holdfast.Settings(collect_grace_seconds=0.0)
+    with holdfast.CheckpointManager(tmp_path / "run", near=tier, settings=settings, process_group=False) as manager:
         for step in (100, 200, 300):
             manager.save(step, state_of(step)).wait()
     browser = Browser(tmp_path / "run")
