@@ -63,17 +63,21 @@ def start(folder: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def prepare(folder: Path) -> PreparedRun:
-    """Make the run in an empty folder, in about a minute."""
+    """Make the run in an empty folder, in half a minute."""
     run = PreparedRun(folder)
     killed = start(folder, "--until", "20", "--slow-from", str(run.killed_step))
     assert killed.stdout is not None
     printed = next((line for line in killed.stdout if line == f"step {run.killed_step}\n"), "")
     assert printed, "the first job ended too early"
     time.sleep(0.6)  # The other rank waits for its disk.
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
     # torchrun gives each rank a session of its own.
-    subprocess.run(["pkill", "-9", "-f", f"tests.page.prepared_trainer {folder}"], check=False)
+    ranks = [
+        int(rank) for path in Path(f"/proc/{killed.pid}/task").glob("*/children") for rank in path.read_text().split()
+    ]
+    assert len(ranks) == 2, ranks
+    for process in (*ranks, killed.pid):
+        os.kill(process, signal.SIGKILL)
+    killed.communicate()
     _finish(start(folder, "--until", "24"), 0)
     last = ["--slow-from", "21", "--fails-from", str(run.failed_step), "--tagged", "20", "--rate", "3e-3"]
     _finish(start(folder, "--back-to", str(run.back_to), "--until", str(run.failed_step), *last), 1)
