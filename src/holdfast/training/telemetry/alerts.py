@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_low
 
 from holdfast.base.types.epoch import Holder
 from holdfast.base.types.manifest import Parent
@@ -238,7 +238,8 @@ def _saves(now: Situation, rules: AlertRules) -> Iterator[Alert]:
     if fastest > max(rules.slow_save_ratio * usual, rules.slow_save_seconds):
         text = f"the last {len(saves)} saves took {shown_seconds(fastest)} or more; usual were {shown_seconds(usual)}"
         yield Alert("slow_save", text, step, numbers={"seconds": fastest, "usual_seconds": usual})
-    held = median(save.held_seconds for save in saves)
+    # The first save allocates its memory: of two saves the shorter wait counts.
+    held = median_low(save.held_seconds for save in saves)
     interval = _interval([save.began_unix_seconds for save in reversed(now.saves[: USUAL + 1])])
     if interval and held > max(rules.waits_fraction * interval, rules.waits_seconds):
         text = f"a save blocks training for {shown_seconds(held)} of {shown_seconds(interval)}: {held / interval:.0%}"

@@ -90,8 +90,14 @@ def slow(saves: int, seconds: float) -> list[StepFact]:
     return steps(*(save(n, (1.0, 1.0, 1.1, seconds if n >= 12 - saves else 1.0)) for n in range(12)))
 
 
-def long_saves(saves: int, seconds: float) -> list[StepFact]:
-    return steps(*(save(n, (seconds,) * 4 if n >= 12 - saves else (1.0,) * 4, wait=0.0) for n in range(12)))
+def long_saves(saves: int, seconds: float, *, usual: float = 1.0) -> list[StepFact]:
+    return steps(*(save(n, (seconds if n >= 12 - saves else usual,) * 4, wait=0.0) for n in range(12)))
+
+
+def often(seconds: float, *works: Work) -> list[StepFact]:
+    """The same saves, with another interval between them."""
+    closer = [replace(work, began_unix_seconds=START + seconds * number) for number, work in enumerate(works)]
+    return [replace(fact, created_unix_seconds=fact.work.began_unix_seconds) for fact in steps(*closer) if fact.work]
 
 
 LAST = START + 11 * INTERVAL
@@ -103,6 +109,11 @@ OVER: dict[str, tuple[str, Callable[[], Situation], Callable[[], Situation]]] = 
         "stalled",
         lambda: situation(quiet(), now_unix_seconds=LAST + 301),
         lambda: situation(quiet(), now_unix_seconds=LAST + 299),
+    ),
+    "stalled by seconds": (
+        "stalled",
+        lambda: situation(often(1.0, *map(save, range(12))), now_unix_seconds=START + 11 + 5.01),
+        lambda: situation(often(1.0, *map(save, range(12))), now_unix_seconds=START + 11 + 4.99),
     ),
     "stalled without a writer": (
         "stalled",
@@ -133,6 +144,21 @@ OVER: dict[str, tuple[str, Callable[[], Situation], Callable[[], Situation]]] = 
     ),
     "slow_save by ratio": ("slow_save", lambda: situation(long_saves(5, 1.81)), lambda: situation(long_saves(5, 1.79))),
     "slow_save in a row": ("slow_save", lambda: situation(long_saves(5, 9.0)), lambda: situation(long_saves(4, 9.0))),
+    "slow_save by seconds": (
+        "slow_save",
+        lambda: situation(long_saves(5, 1.01, usual=0.1)),
+        lambda: situation(long_saves(5, 0.99, usual=0.1)),
+    ),
+    "training_waits by seconds": (
+        "training_waits",
+        lambda: situation(often(1.0, *(save(n, held=0.101) for n in range(12)))),
+        lambda: situation(often(1.0, *(save(n, held=0.099) for n in range(12)))),
+    ),
+    "training_waits in the second of two saves": (
+        "training_waits",
+        lambda: situation(steps(save(0, held=9.0), save(1, held=5.01))),
+        lambda: situation(steps(save(0, held=9.0), save(1, held=4.99))),
+    ),
     "training_waits": (
         "training_waits",
         lambda: situation(quiet(held=0.0501 * INTERVAL)),
