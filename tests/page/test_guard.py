@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from starlette.testclient import TestClient
 
+import holdfast
+from holdfast.observers import jsonl
 from tests.page.browsing import TOKEN, Browser
+from tests.support.file_modes import GROUP, OTHER_USER, as_user, open_folder
 
 
 @pytest.fixture
@@ -112,16 +118,41 @@ def state_of(root: Path) -> list[tuple[object, ...]]:
     return sorted(found, key=str)
 
 
-def test_no_page_writes_to_the_root(root: Path) -> None:
-    for path in [root, *root.rglob("*")]:
-        path.chmod(stat.S_IRUSR | (stat.S_IXUSR if path.is_dir() else 0))
-    before = state_of(root)
+def ask_every_route(root: Path) -> None:
     browser = Browser(root)
+    assert len(browser.walk()) > 30
+    for path in ROUTES:
+        browser.client.get(path)
+
+
+def test_no_page_writes_to_the_root(pristine: Path) -> None:
+    with open_folder() as folder:
+        root = Path(shutil.copytree(pristine, folder / "run"))
+        for path in [root, *root.rglob("*")]:
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        before = state_of(root)
+        ask_every_route(root)
+        # Root may write everywhere. The first round imported the modules, which another user may not read.
+        with as_user(OTHER_USER, GROUP) if os.geteuid() == 0 else nullcontext():
+            with pytest.raises(PermissionError):
+                (root / "new").touch()
+            ask_every_route(root)
+        assert state_of(root) == before
+        for path in [root, *root.rglob("*")]:
+            path.chmod(stat.S_IRWXU)
+
+
+def test_no_page_writes_to_a_near_tier(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    near = holdfast.Tier(tmp_path / "near", every=1)
+    settings = holdfast.Settings(collect_grace_seconds=0.0)
+    with holdfast.CheckpointManager(
+        tmp_path / "run", every=2, near=near, observers=[jsonl(events)], settings=settings, process_group=False
+    ) as manager:
+        for step in (1, 2, 3):
+            manager.maybe_save(step, {"w": torch.full((4,), float(step))})
+    before = state_of(tmp_path)
+    browser = Browser(tmp_path / "run", events=[str(events)])
     for _ in range(2):
-        seen = browser.walk()
-        assert len(seen) > 30
-        for path in ROUTES:
-            browser.client.get(path)
-    assert state_of(root) == before
-    for path in [root, *root.rglob("*")]:
-        path.chmod(stat.S_IRWXU)
+        assert any("/tensor?step=3" in path for path in browser.walk()), "a step of the near tier alone"
+    assert state_of(tmp_path) == before
