@@ -254,7 +254,8 @@ def diff_page(pages: Pages, request: Request, subject: Subject) -> tuple[str, Fa
 def _when_done(template: str, facts: Facts, name: str, result: object) -> tuple[str, Facts]:
     if not isinstance(result, LongWork):
         return template, {**facts, name: result}
-    return "progress.html", {**facts, "doing": result.name, "done": result.done_bytes, "total": result.total_bytes}
+    progress = {"doing": result.name, "done": result.done_bytes, "total": result.total_bytes}
+    return "progress.html", {**facts, **progress, "is_stopped": result.is_stopped and result.future.done()}
 
 
 def _known(subject: Subject, step: str) -> str:

@@ -158,7 +158,7 @@ class LongWork:
     def on_event(self, event: Event) -> None:
         """Take the progress of the work; end the work if it is to stop."""
         if self.is_stopped:
-            raise InvalidError(f"{self.name} was stopped; open the page again to begin again")
+            raise InvalidError(f"{self.name} was stopped; expected no stop. Begin again")
         if isinstance(event, Progress):
             self.done_bytes, self.total_bytes = event.done_bytes, event.total_bytes
 
@@ -172,7 +172,7 @@ class WorkQueue:
         self._works: dict[str, LongWork] = {}
 
     def run(self, name: str, key: str, work_on: Callable[[LongWork], object], *, stop: bool) -> object:
-        """Return the result of some work, or the `LongWork` while it waits or runs.
+        """Return the result of some work, or the `LongWork` while it waits or runs, or when it was stopped.
 
         Args:
             name: Names the work for people.
@@ -206,4 +206,6 @@ class WorkQueue:
         if work.future.exception() is not None:
             with self._lock:
                 self._works = {each: other for each, other in self._works.items() if other is not work}
+            if work.is_stopped:
+                return work
         return work.future.result()
