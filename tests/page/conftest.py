@@ -22,11 +22,11 @@ def state_of(seed: int) -> dict[str, object]:
     return {"model": model, "half": half, "note": "plain", "epoch": seed}
 
 
-def reports_of(step: int, attempt: str, began: float) -> list[RankReport]:
+def reports_of(step: int, attempt: str, began: float, ranks: int = RANKS) -> list[RankReport]:
     """The reports of a save on many ranks, one of which is slow."""
     return [
         RankReport(
-            Operation("save", step, "root", rank, RANKS),
+            Operation("save", step, "root", rank, ranks),
             attempt,
             f"host-{rank // 4}",
             100 + rank,
@@ -36,7 +36,7 @@ def reports_of(step: int, attempt: str, began: float) -> list[RankReport]:
             1 << 20,
             {"staging": "copy", "staged_seconds": 0.2, "fence_seconds": 0.0, "throttled": 0, "retries": 3},
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
 
 
