@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 from starlette.testclient import TestClient
 
-from holdfast.page.app import Pages
+from holdfast.page.app import Pages, environment
 from holdfast.page.subjects import subjects_at
 from holdfast.settings import Settings
 
 TOKEN = "a-token-of-the-tests"
 ACTIVE = {"script", "iframe", "object", "embed", "base", "link", "meta", "style", "template", "form", "input", "button"}
 """Elements that do something."""
+
+
+# Templates are compiled once: a visitor that asks for one page would spend most of the time on them.
+templates = cache(environment)
 
 
 class Seen(HTMLParser):
@@ -47,6 +52,7 @@ class Browser:
 
     def __init__(self, *paths: Path | str, events: Iterable[str] = ()) -> None:
         self.pages = Pages(subjects_at([str(path) for path in paths], list(events), Settings()))
+        self.pages.templates = templates()
         self.app = self.pages.app(TOKEN, ["testserver"])
         self.client = TestClient(self.app)
         self.client.headers["Authorization"] = f"Bearer {TOKEN}"
