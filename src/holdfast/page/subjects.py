@@ -172,7 +172,7 @@ class WorkQueue:
         self._works: dict[str, LongWork] = {}
 
     def run(self, name: str, key: str, work_on: Callable[[LongWork], object], *, stop: bool) -> object:
-        """Return the result of some work, or the `LongWork` while it waits or runs, or when it was stopped.
+        """Return the result of some work, or the `LongWork`: waiting, running or stopped.
 
         Args:
             name: Names the work for people.
