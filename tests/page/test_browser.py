@@ -163,6 +163,7 @@ def test_the_questions_of_three_in_the_morning(chromium: Browser, url: str, run:
         page.click(".alerts a")  # The save with the slow rank.
         assert page.inner_text("h1") == "step 28"
         page.click("text=save-")
+        page.wait_for_load_state()
         assert f"slowest: rank {run.slow_rank}" in page.inner_text("main")
         picture(page, "save")
         page.click("table >> text=0")
@@ -211,7 +212,8 @@ def test_filter_sort_and_diff(chromium: Browser, url: str) -> None:
 
 
 def cells(page: Page, column: int) -> list[str]:
-    """Return the texts of a column of the first table."""
+    """Return the texts of a column of the first table, once the page is loaded."""
+    page.wait_for_load_state()
     return page.eval_on_selector_all(f"tbody tr td:nth-child({column + 1})", "all => all.map(each => each.innerText)")
 
 
@@ -224,11 +226,12 @@ def test_pages_of_many_tensors_lead_on_and_back(chromium: Browser, large_url: st
         page.click("text=later")
         second = cells(page, 0)
         page.click("text=later")
-        assert len({*first, *second, *cells(page, 0)}) == 1200 and not page.is_visible("text=later")
+        assert len({*first, *second, *cells(page, 0)}) == 1200
+        assert not page.is_visible("text=later")
         page.click("text=earlier")
         assert cells(page, 0) == second
         page.click(".path a")
-        assert page.is_visible("tr.folder")
+        page.wait_for_selector("tr.folder")
 
 
 @pytest.mark.parametrize("script", [True, pytest.param(False, marks=in_full)], ids=["script", "no script"])
@@ -263,7 +266,7 @@ def test_many_ranks_are_drawn_and_lead_to_their_timelines(chromium: Browser, lar
         assert under is not None and int(under[1]) // 4 == int(under[2])
         page.click("canvas", position={"x": 300, "y": 3})
         page.wait_for_url(f"**rank={under[1]}**")
-        assert f"rank {under[1]} on host-{under[2]} (asked for)" in page.inner_text("main")
+        page.wait_for_selector(f"text=rank {under[1]} on host-{under[2]} (asked for)")
     with opened(chromium, url, 1280, "light", script=False) as page:
         assert "needs JavaScript" in page.inner_text("main")
 
