@@ -7,15 +7,19 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
+import torch
 
+import holdfast
 from holdfast import api
 from holdfast.errors import UnavailableError
 from holdfast.page import subjects
 from holdfast.page.report import report_of
-from tests.page.browsing import Browser
+from tests.page.browsing import Browser, Seen
 from tests.page.conftest import RANKS, SLOW_RANK
 
 
@@ -204,3 +208,46 @@ def test_a_store_that_never_answered_is_named(pristine: Path, monkeypatch: pytes
         assert str(pristine) in browser.get("/", 503).text
     finally:
         answers.set()
+
+
+def test_a_step_that_is_saved_again_is_shown_as_it_is(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.full((4,), 12.0)}
+    with holdfast.CheckpointManager(root, process_group=False) as manager:
+        for step in (8, 12, 16):
+            manager.save(step, state).wait()
+    browser = Browser(root)
+    before = browser.json("/run/0/step?step=12")["facts"]
+    assert browser.json("/run/0/tensor?step=12&name=w")["statistics"]["mean"] == 12.0
+    with holdfast.CheckpointManager(root, process_group=False) as manager:
+        manager.load(state, step=8)
+        state["w"][:] = 112.0
+        manager.save(12, state).wait()
+    assert browser.json("/run/0/step?step=12")["facts"] != before
+    assert browser.json("/run/0/tensor?step=12&name=w")["statistics"]["mean"] == 112.0
+
+
+def test_a_timeline_is_compared_with_the_step_that_it_left(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(4)}
+    for back_to, steps in ((None, (4, 8, 12)), (8, (12, 16)), (4, (8,))):
+        with holdfast.CheckpointManager(root, process_group=False) as manager:
+            if back_to is not None:
+                manager.load(state, step=back_to)
+            for step in steps:
+                manager.save(step, state).wait()
+    browser = Browser(root)
+    names = {each["name"]: each["timeline"]["number"] for each in browser.json("/")["steps"]}
+    (left,) = (name for name in names if name.startswith("8@"))
+    pairs = [link.partition("/diff?")[2] for link in browser.get("/").links if "/diff?" in link and "step=12" in link]
+    (second,) = (name for name, number in names.items() if number == 2 and name.startswith("12"))
+    assert urlencode({"step": second, "other": left}) in pairs
+
+
+def test_an_age_goes_on_without_news(root: Path) -> None:
+    browser = Browser(root)
+    browser.get("/")
+    facts = browser.pages.subjects[0].refresh()
+    (step,) = (each for each in facts["steps"] if each.name == "300")
+    hours = replace(step, created_unix_seconds=time.time() - 3 * 3600)
+    steps = [hours if each is step else each for each in facts["steps"]]
+    text = browser.pages.render("report.html", {**facts, "steps": steps, "whole_max": 0})
+    assert Seen(text).text.count("3 h") == 1

@@ -74,6 +74,7 @@ def environment() -> jinja2.Environment:
     )  # fmt: skip
     made.filters |= {"bytes": errors.shown_bytes, "ranks": errors.shown_ranks, "seconds": api.shown_seconds}
     made.filters |= {"time": shown_moment, "zip": zip}
+    made.filters["age"] = lambda created: api.shown_age(shown_moment(created).replace(" UTC", "+00:00"))
     made.filters["number"] = lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
     made.globals |= {"link": link, "counted": errors.counted, "value_text": api.value_text, "cells_max": CELLS_MAX}
     made.globals |= {"agent_notes": api.agent_notes, "phases_of": phases_of, "phases_max": PHASES_MAX}

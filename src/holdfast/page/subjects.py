@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -16,8 +15,8 @@ from holdfast.observers import Event, Progress
 from holdfast.settings import Settings
 
 _ANSWER_SECONDS, _DONE_SECONDS = 10.0, 0.5
-_SAVES_AT_ONCE, _FRESH_SECONDS = 40, 10.0
-_OPENED_MAX, _RESULTS_MAX, _OPEN_MAX, _REMOVED_MAX = 4, 16, 16, 4096
+_SAVES_AT_ONCE, _READING_SECONDS, _FRESH_SECONDS = 40, 2.0, 10.0
+_OPENED_MAX, _RESULTS_MAX, _OPEN_MAX, _REMOVED_MAX = 4, 4, 16, 4096
 Answer = TypeVar("Answer")
 
 
@@ -71,9 +70,12 @@ class Subject:
 
     def _read(self) -> None:
         assert self.watch is not None, "one checkpoint is not read again"
+        if self.watch.has_other_places:
+            self.watch = api.watch_run(self.path, events=self.watch.events.paths, settings=self.settings)
         watch, facts, run = self.watch, self._facts, self.watch.refresh()
-        left = watch.read_saves(_SAVES_AT_ONCE)
+        left = watch.read_saves(_SAVES_AT_ONCE, _READING_SECONDS)
         if run is not self._run:
+            self._opened, self._reports = {}, {}  # Training may have gone back and saved a step again.
             facts = {**facts, "url": run.url, "run_id": run.run_id, "table": api.step_table(run)}
             names, now = {each.name for each in run.steps}, time.time()
             missed = self.removed | {each.name: now for each in facts.get("steps", ())} | self.removed
@@ -88,7 +90,9 @@ class Subject:
             **facts, "steps": watch.facts(), "alerts": alerts, "under_way": under_way, "left": left,
             "writer": watch.writer, "free_bytes": free_bytes, "agent": agent,
             "has_events": bool(watch.events.paths), "as_of": time.time(),
-            "damaged": damaged, "version": f"{watch.version} {alerts} {under_way} {agent} {damaged} {shown_free}",
+            "damaged": damaged,
+            # Ages are in minutes.
+            "version": f"{watch.version} {alerts} {under_way} {agent} {damaged} {shown_free} {time.time() // 60}",
         }  # fmt: skip
 
     def checkpoint(self, step: str) -> api.Checkpoint:
@@ -110,9 +114,10 @@ class Subject:
         if found is None or found.is_overwritten:
             path = self.path if self.watch is None else self.watch.place_of(step)
             found = api.open_checkpoint(path, step=None if step == "-" else step, settings=self.settings)
-            with suppress(CheckpointError):
-                # The index is read within the time limit. A page raises the error of a damaged index again.
-                _ = found.tensors
+            try:
+                _ = found.tensors  # The index is read within the time limit.
+            except CheckpointError:
+                return found  # A page raises the error again.
         self._opened = dict([*self._opened.items(), (step, found)][-_OPENED_MAX:])
         return found
 

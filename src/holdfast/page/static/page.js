@@ -75,7 +75,7 @@ const poll = async () => {
   if (!main) return;
   if (!document.hidden) {
     try {
-      const answer = await fetch(location.href, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+      const answer = await fetch(location.href, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store", signal: AbortSignal.timeout(30000) });
       if (answer.status === 200) {
         tag = answer.headers.get("ETag") || "";
         const fresh = new DOMParser().parseFromString(await answer.text(), "text/html").querySelector("main");

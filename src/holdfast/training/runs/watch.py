@@ -13,11 +13,11 @@ from holdfast.base.types.events import RankReport
 from holdfast.core.format import names
 from holdfast.core.format.log import LOG_FOLDER
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.errors import CheckpointError, CorruptError, UnavailableError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.stored.leases.seen import LeaseWriter, WriterWatch
 from holdfast.stored.repository import quarantine, tags, timeline_records
 from holdfast.stored.repository.catalog import exists, steps_among
-from holdfast.stored.repository.near_tier import read_near
+from holdfast.stored.repository.near_tier import NEAR_FOLDER, read_near
 from holdfast.stored.repository.reports import REPORTS_FOLDER, reports_in
 from holdfast.stored.repository.two_roots import TwoRoots, places_of
 from holdfast.training.runs.listing import RunRecord, StepRecord, run_record
@@ -31,6 +31,17 @@ _MOVING = (names.SUPERSEDED_FOLDER, timeline_records.TIMELINES_FOLDER, names.EPO
 
 _STEPS_LOOKED_AT, _UNFINISHED_LOOKED_AT, _RECENT = 3, 64, 64
 _REPORTS_AWAITED_SECONDS = 600.0
+_REMEMBERED_BYTES_MAX = 64 << 20
+_RANKS_KEPT = 1024
+"""Of a save on more ranks, the extremes alone are kept once five newer saves are there."""
+
+_ASKED_IN_TURN = 16
+"""Steps whose manifests are looked for at each refresh, in turn: a step may go while its folder stays."""
+
+_COMMITS_OF_THE_DEAD = 2
+"""An unfinished attempt is dead once so many saves have been committed since it was first seen."""
+
+_SMALL_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,7 @@ class RememberedReads:
         """Do no I/O."""
         self._store = store
         self._manifests: dict[str, bytes] = {}
+        self._room = _REMEMBERED_BYTES_MAX
 
     def __getattr__(self, name: str) -> object:
         """Return everything but `get` from the store."""
@@ -82,13 +94,16 @@ class RememberedReads:
     def forget(self, steps: Iterable[int] | None) -> None:
         """Forget the manifests of some steps; None: all manifests."""
         for key in [*self._manifests] if steps is None else map(names.manifest_key, steps):
-            self._manifests.pop(key, None)
+            self._drop(key)
 
     def forget_absent(self) -> None:
         """Forget the manifests that were removed, one request for each: the folder of a step may stay."""
         for key in [*self._manifests]:
             if not exists(self.as_store, key):
-                del self._manifests[key]
+                self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        self._room += len(self._manifests.pop(key, b""))
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole."""
@@ -97,6 +112,9 @@ class RememberedReads:
             data = self._store.get(key, bytes_max)
             if key.endswith("/" + names.MANIFEST_FILE) or key.startswith(names.SUPERSEDED_FOLDER):
                 self._manifests[key] = data
+                self._room -= len(data)
+            while self._room < 0:
+                self._drop(next(iter(self._manifests)))
         return data
 
 
@@ -114,11 +132,19 @@ class RunWatch:
         """The steps whose manifests can be read, the newest save first."""
         self._unfinished: list[StepRecord] = []
         """The steps without a manifest that can be read, with leftovers, or near alone: all of these may change."""
-        self._news = 0
+        self._news = self._turn = 0
+        self.has_other_places = False
+        """Whether the root names another near tier since the first look: make a new watch."""
+        self._first_seen: dict[tuple[int, str], int] = {}
+        """Of each unfinished attempt, the commits that had been seen before it."""
+        self._commits = 0
+        self._last: tuple[int, str] | None = None
         self._facts: list[StepFact] = []
         self._seen: tuple[Sequence[int], Mapping[str, object], object] = (), {}, None
         self._writers = WriterWatch(self._store, clock, 0.0)
         self._reads = 0
+        self._failed: set[tuple[int, str]] = set()
+        """The saves for whose reports the store did not answer."""
         self._awaited: dict[tuple[int, str], float] = {}
         """Until when a report of a save may still come: monotonic time, 0 for a save before the first look."""
         self._reports: dict[tuple[int, str], list[str]] = {}
@@ -143,16 +169,18 @@ class RunWatch:
         steps, before = steps_among(folders), self._seen
         small = {
             each: self._listed(each)
-            for each in (*_MOVING, tags.TAGS_FOLDER, quarantine.QUARANTINE, LOG_FOLDER)
+            for each in (*_MOVING, tags.TAGS_FOLDER, quarantine.QUARANTINE, LOG_FOLDER, NEAR_FOLDER)
             if each[:-1] in folders
         }
+        self.has_other_places |= bool(self._news) and small.get(NEAR_FOLDER) != before[1].get(NEAR_FOLDER)
+        small[names.RUN_FILE] = self._bytes_of(names.RUN_FILE)
         self.writer = None
         with suppress(CheckpointError):
             self.writer = self._writers.look()
         has_moved = any(small.get(folder) != before[1].get(folder) for folder in _MOVING)
         for place in self._places:
             place.forget(None if has_moved else {*before[0]} - {*steps} | {*self._watched(steps)})
-        if self._record is None or (steps, small, self._in_steps(self._watched(steps))) != before:
+        if self._record is None or (steps, small, self._in_steps(self._watched(steps))) != before or self._lacks_one():
             for place in self._places:
                 place.forget_absent()
             self._record, self._facts = run_record(self._store), []
@@ -164,6 +192,10 @@ class RunWatch:
             self._reports = {key: keys for key, keys in self._reports.items() if key in self._awaited}
             listed = {names.step_folder(step) for step in steps}
             self.unreadable = {key: each for key, each in self.unreadable.items() if f"{key.split('/')[0]}/" in listed}
+            newest = next((_key(each) for each in self._newest), None)
+            self._commits, self._last = self._commits + (newest != self._last), newest
+            attempts = ((each.step, attempt) for each in self._record.steps for attempt in each.leftovers)
+            self._first_seen = {each: self._first_seen.get(each, self._commits) for each in attempts}
             self._unfinished = [
                 each for each in self._record.steps if not each.manifest or each.leftovers or each.places == ("near",)
             ]
@@ -186,30 +218,38 @@ class RunWatch:
         state = None if self.writer is None else self.writer.state
         return f"{self._news} {state} {self._reads} {len(self.events.failed)}"
 
-    def read_saves(self, limit: int) -> int:
+    def read_saves(self, limit: int, seconds: float = float("inf")) -> int:
         """Read the reports of the newest saves that were not read before; return how many saves are left.
 
         A rank writes its report after the commit, so the newest saves with absent ranks are read again.
 
         Args:
             limit: Most saves to read now.
+            seconds: No save is begun after this time, but the first one.
         """
         now = self._clock.monotonic_seconds()
-        new = [record for record in self._newest if _key(record) not in self.works]
+        unread = [record for record in self._newest if _key(record) not in self.works]
+        new = [record for record in unread if _key(record) not in self._failed]
         recent = [each for each in self._newest[:WINDOW_MAX] if self._awaited[_key(each)] > now]
         again = {
             _key(each): each for each in (*self._newest[:_STEPS_LOOKED_AT], *recent) if _key(each) in self._reports
         }
-        pending = [*new, *again.values()]
-        for record in pending[:limit]:
+        failed = (record for record in unread if _key(record) in self._failed)
+        for number, record in enumerate([*new, *again.values(), *failed][:limit]):
+            if number and self._clock.monotonic_seconds() - now > seconds:
+                return max(len(new) - number, 0)
             self._read_save(record)
-        if pending:
-            for key in self.works.keys() - {_key(record) for record in self._newest[:WINDOW_MAX]}:
-                # Of older saves only the extremes are kept: sixteen thousand ranks fill much memory.
-                if (work := self.works[key]) is not None and len(work.ranks) > 3:
-                    extremes = {rank.rank: rank for rank in work.extremes.values()}
-                    self.works[key] = replace(work, ranks=tuple(extremes[rank] for rank in sorted(extremes)))
+            self._trim()
         return max(len(new) - limit, 0)
+
+    def _trim(self) -> None:
+        """Keep the extremes alone of older saves: sixteen thousand ranks fill much memory."""
+        place = {_key(record): number for number, record in enumerate(self._newest[:WINDOW_MAX])}
+        for key, work in self.works.items():
+            ranks_max = 3 if key not in place else _RANKS_KEPT if place[key] >= AlertRules().window else 1 << 30
+            if work is not None and len(work.ranks) > ranks_max:
+                extremes = {rank.rank: rank for rank in work.extremes.values()}
+                self.works[key] = replace(work, ranks=tuple(extremes[rank] for rank in sorted(extremes)))
 
     def under_way(self) -> list[UnderWay]:
         """Return the work under way: from the events, and from attempts in the folders while a writer may write."""
@@ -220,6 +260,7 @@ class RunWatch:
         hosts |= self.events.hosts
         usual = last.manifest.world_size if last is not None and last.manifest is not None else 1
         begun = [each for each in self._unfinished if each.leftovers and not each.manifest and may_save]
+        begun = [each for each in begun if not all(self._is_dead(each.step, attempt) for attempt in each.leftovers)]
         of_step = {each.step: each for each in begun if last is None or each.step > last.step}
         found = []
         tries = [key for key in self.events.open if may_save or key[0] == "load"]
@@ -228,12 +269,15 @@ class RunWatch:
             record = of_step.get(-1 if step is None else step) if verb == "save" else None
             voted = set() if record is None else self._voted(record)
             sizes = [line.world_size for line in told.values()] or [usual, *(each + 1 for each in voted)]
-            ranks = tuple(rank for rank in told or range(max(sizes)) if rank not in voted)
+            everyone = {*range(max(sizes))}
+            # A rank that no line names has no file of events here.
+            waited = told.keys() | (everyone - self.events.named) if told else everyone
+            ranks = tuple(sorted(waited - voted))
             phase = "" if record is None else "write" if ranks else "commit"
             since = min((line.time.timestamp() for line in told.values()), default=None)
             machines = tuple(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
             source = "lease and folders" if not told else "events" if record is None else "events and folders"
-            found.append(UnderWay(verb, step, phase, since, max(sizes), tuple(sorted(ranks)), machines, source))
+            found.append(UnderWay(verb, step, phase, since, max(sizes), ranks, machines, source))
         return found
 
     def agent(self) -> AgentStatus | None:
@@ -267,14 +311,32 @@ class RunWatch:
 
     # ------------------------------------------------------------------------------------------------ inside
 
+    def _is_dead(self, step: int, attempt: str) -> bool:
+        return self._commits - self._first_seen.get((step, attempt), self._commits) >= _COMMITS_OF_THE_DEAD
+
     def _is_near_hidden(self) -> bool:
         with suppress(CheckpointError):
             return len(self._places) == 1 and read_near(self._store) is not None
         return False
 
     def _listed(self, folder: str) -> object:
-        # A heartbeat is replaced all the time, and is no news of the listing.
-        return [(each, each.tag) for each in self._store.list(folder) if not each.key.endswith(".beat")]
+        # A heartbeat is replaced all the time, and is no news of the listing. A file has no tag, and a moved tag of the
+        # run has the same size.
+        entries = [each for each in self._store.list(folder) if not each.key.endswith(".beat")]
+        is_replaced = folder in (tags.TAGS_FOLDER, NEAR_FOLDER)
+        return [(each, each.tag or (self._bytes_of(each.key) if is_replaced else b"")) for each in entries]
+
+    def _bytes_of(self, key: str) -> bytes | None:
+        with suppress(MissingError, CorruptError):
+            return self._store.get(key, _SMALL_BYTES_MAX)
+        return None
+
+    def _lacks_one(self) -> bool:
+        """Return whether the manifest of a step is gone, of the few whose turn it is."""
+        last = [each.step for each in self._newest if not each.superseded]
+        turn = [last[(self._turn + at) % len(last)] for at in range(min(_ASKED_IN_TURN, len(last)))]
+        self._turn += len(turn)
+        return not all(any(exists(each.as_store, names.manifest_key(step)) for each in self._places) for step in turn)
 
     def _watched(self, steps: Sequence[int]) -> list[int]:
         """Return the steps in whose folders news may be: the newest ones, and the unfinished ones."""
@@ -285,23 +347,26 @@ class RunWatch:
         return sorted(watched & {*steps})
 
     def _in_steps(self, steps: Sequence[int]) -> object:
-        found, root = [], self._places[0].as_store
+        found, root = list[tuple[object, ...]](), self._places[0].as_store
         damaged = {each.step for each in self._unfinished if each.error}
         drains = {each.step for each in self._unfinished if each.places == ("near",)}
         for step in steps:
             folder = names.step_folder(step)
-            attempts = self._store.folders(folder)
-            parts = [
-                entry.key for each in attempts for entry in self._store.list(f"{folder}{each}/{names.PARTS_FOLDER}")
-            ]
-            manifests = [_manifest_at(place.as_store, step, is_read=step in damaged) for place in self._places]
-            drained = [entry.bytes for entry in root.list(folder)] if step in drains else []
-            found.append((folder, attempts, parts, manifests, drained))
+            try:
+                attempts = self._store.folders(folder)
+                parts = [
+                    entry.key for each in attempts for entry in self._store.list(f"{folder}{each}/{names.PARTS_FOLDER}")
+                ]
+                manifests = [_manifest_at(place.as_store, step, is_read=step in damaged) for place in self._places]
+                drained = [entry.bytes for entry in root.list(folder)] if step in drains else []
+                found.append((folder, attempts, parts, manifests, drained))
+            except (CorruptError, InvalidError) as error:  # This user may not look into the folder.
+                found.append((folder, str(error)))
         return found
 
     def _read_save(self, record: StepRecord) -> None:
         """Read the reports of a save, unless none came since the last read. Without the store nothing is remembered."""
-        key, folder, reports = _key(record), names.step_folder(record.step), list[RankReport]()
+        key, folder, reports, listed = _key(record), names.step_folder(record.step), list[RankReport](), list[str]()
         begins, errors = f"save-{key[1]}-", dict[str, CheckpointError]()
         prefix = f"{folder}{REPORTS_FOLDER}{begins}"
         try:
@@ -315,11 +380,13 @@ class RunWatch:
                     errors[report_key] = report
         except CheckpointError as error:
             errors[folder] = error
-        self._reads, self._facts = self._reads + 1, []
         others = {at: each for at, each in self.unreadable.items() if at != folder and not at.startswith(prefix)}
         self.unreadable = others | errors
         if any(isinstance(each, UnavailableError) for each in errors.values()):
+            self._failed.add(key)
             return
+        self._failed.discard(key)
+        self._reads, self._facts = self._reads + 1, []
         work = self.works[key] = next(iter(works_of(reports)), None)
         self._reports.pop(key, None)
         if work is None or len(work.ranks) < work.world_size:

@@ -213,7 +213,7 @@ def alerts_of(situation: Situation, rules: AlertRules) -> list[Alert]:
 
 def _stalled(now: Situation, rules: AlertRules) -> Iterator[Alert]:
     commits = now.commits
-    if now.writer is None or len(commits) < 3:
+    if now.writer is None or len(commits) < 2:
         return
     began = 0.0
     with suppress(ValueError, OverflowError):
@@ -313,5 +313,10 @@ def _no_room(now: Situation, rules: AlertRules) -> Iterator[Alert]:
 
 
 def _interval(times: Sequence[float]) -> float:
-    """Return the usual seconds between two of some times; 0 if there are too few."""
-    return median([later - earlier for earlier, later in pairwise(times)] or [0.0])
+    """Return the usual seconds between two of some times; 0 if there are too few.
+
+    Retention makes intervals longer, never shorter, and mostly keeps the newest steps: the longer of the newest two
+    intervals counts if the median is longer.
+    """
+    found = [later - earlier for earlier, later in pairwise(times)] or [0.0]
+    return min(median(found), max(found[-2:]))

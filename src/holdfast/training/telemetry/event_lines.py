@@ -56,6 +56,8 @@ class EventLines:
                 raise MissingError(f"{path}: no file of events; expected lines of holdfast.observers.jsonl")
         self.open: dict[tuple[str, int | None], dict[int, EventLine]] = {}
         """The begins of tries that have not ended, by verb and step, and by rank."""
+        self.named: set[int] = set()
+        """Ranks that any line names."""
         self.hosts: dict[int, str] = {}
         """The machine of each rank, as the last line with one names it."""
         self.failed: list[EventLine] = []
@@ -97,6 +99,7 @@ class EventLines:
         if not self._is_of_run(line.url):
             return
         line.file = path
+        self.named.add(line.rank)
         if line.host:
             self.hosts[line.rank] = line.host
         if line.event in ("began", "ended", "failed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import holdfast
 from holdfast import api
 from holdfast.errors import UnavailableError
+from holdfast.stored.leases.seen import LeaseWriter
 from holdfast.stored.repository.near_tier import NEAR_FILE
 
 STEPS = 5
@@ -160,3 +162,93 @@ def test_a_drain_of_a_near_tier_elsewhere_is_no_failure(tmp_path: Path) -> None:
     assert api.alerts(root) == []
     (root / NEAR_FILE).unlink()
     assert [(each.rule, each.step) for each in api.alerts(root)] == [("failing", 2)]
+
+
+def test_a_tag_that_moves_is_news(root: Path) -> None:
+    api.tag(root, 2, "best")
+    watch = api.watch_run(root)
+    assert {each.step for each in watch.refresh().steps if each.tags} == {2}
+    api.tag(root, 3, "best", move=True)
+    assert {each.step for each in watch.refresh().steps if each.tags} == {3}
+
+
+def test_a_manifest_that_goes_alone_is_missed_within_some_looks(root: Path) -> None:
+    watch = api.watch_run(root)
+    assert statuses(watch)[2] == "committed"
+    (folder(root, 2) / "manifest.json").unlink()
+    assert statuses(watch)[2] == "unfinished"
+
+
+def test_a_near_tier_that_comes_later_is_told(root: Path, tmp_path: Path) -> None:
+    watch = api.watch_run(root)
+    watch.refresh()
+    near = holdfast.Tier(tmp_path / "near", every=1)
+    with holdfast.CheckpointManager(root, every=100, process_group=False, near=near) as manager:
+        state = {"w": np.zeros(4)}
+        manager.load(state)
+        manager.save(STEPS + 1, state, near_only=True).wait("near")
+        watch.refresh()
+        assert watch.has_other_places
+        assert STEPS + 1 in {each.step for each in api.watch_run(root).refresh().steps}
+
+
+def test_reports_that_cannot_be_listed_hold_up_nothing(root: Path, tmp_path: Path) -> None:
+    reports = folder(root, 3) / "reports"
+    reports.rename(tmp_path / "elsewhere")
+    reports.symlink_to(tmp_path / "elsewhere")
+    watch = api.watch_run(root)
+    works = read(watch)
+    assert works[3] is None and works[2] is not None and len(watch.unreadable) == 1
+
+
+def test_more_unreadable_saves_than_are_read_at_once_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = api.watch_run(root)
+    watch.refresh()
+    with monkeypatch.context() as patch:
+
+        def fails(self: object, prefix: str = "", **more: object) -> Any:
+            raise UnavailableError("the store does not answer")
+
+        patch.setattr(type(watch._places[0]._store), "list", fails)
+        assert [watch.read_saves(2) for _ in range(4)] == [3, 1, 0, 0]
+        version = watch.version
+        assert watch.read_saves(2) == 0 and watch.version == version
+
+
+def unfinished(root: Path, step: int, voted: int = 1) -> None:
+    """Leave an attempt of two ranks, of which some have voted."""
+    parts = folder(root, step) / ("0" * 16) / "parts"
+    parts.mkdir(parents=True)
+    for rank in range(voted):
+        (parts / f"r{rank:05d}.msgpack").touch()
+
+
+def lines(root: Path, *begun: int, ranks: int = 2) -> str:
+    """Write events of some ranks that began to save the next step."""
+    path = root.parent / f"events-{len(begun)}.jsonl"
+    common = {"time": "2026-11-30T12:00:00+00:00", "event": "began", "verb": "save", "world_size": ranks}
+    path.write_text("".join(f"{json.dumps({**common, 'rank': rank, 'step': STEPS + 1})}\n" for rank in begun))
+    return str(path)
+
+
+def test_a_rank_without_events_is_waited_for(root: Path) -> None:
+    unfinished(root, STEPS + 1)
+    for begun in ((0,), (0, 1)):
+        watch = api.watch_run(root, events=[lines(root, *begun)])
+        watch.refresh()
+        watch.writer = LeaseWriter(None, "holds")
+        (found,) = watch.under_way()
+        assert (found.ranks, found.phase) == ((1,), "write"), begun
+
+
+def test_an_attempt_of_a_killed_job_is_under_way_no_more(root: Path) -> None:
+    unfinished(root, 16)
+    watch, state = api.watch_run(root), {"w": np.zeros(4)}
+    with holdfast.CheckpointManager(root, every=1, process_group=False) as manager:
+        manager.load(state)
+        found = []
+        for step in range(STEPS + 1, STEPS + 4):
+            manager.save(step, state).wait()
+            watch.refresh()
+            found.append([each.step for each in watch.under_way()])
+    assert found[0] == [16] and found[-1] == []

@@ -248,8 +248,8 @@ def test_a_failed_save_names_the_rank_with_the_cause() -> None:
 
 
 def test_nothing_is_found_in_a_young_run() -> None:
-    for count in (1, 2):
-        assert alerts_of(situation(quiet(count), now_unix_seconds=LAST + 9999), AlertRules()) == []
+    assert alerts_of(situation(quiet(1), now_unix_seconds=LAST + 9999), AlertRules()) == []
+    assert alerts_of(situation(quiet(2), now_unix_seconds=START + 3 * INTERVAL), AlertRules()) == []
     assert alerts_of(Situation(LAST, []), AlertRules()) == []
     together = [replace(fact, created_unix_seconds=START, work=None) for fact in quiet()]
     assert alerts_of(situation(together), AlertRules()) == []
@@ -273,3 +273,17 @@ def test_the_newest_saves_are_of_the_newest_timeline_whatever_the_clocks_say() -
     assert [each.step for each in situation(steps(*set_back)).saves] == [3, 2, 1, 0]
     newer = [replace(fact, timeline=Timeline(2, "0" * 16)) for fact in quiet()[5:7]]
     assert [each.step for each in situation([*quiet(), *newer]).saves][:3] == [6, 5, 11]
+
+
+@pytest.mark.parametrize("kept", [(10, 11), (0, 9, 10, 11), (0, 3, 6, 9, 10, 11), range(12)], ids=str)
+def test_retention_does_not_change_the_usual_interval(kept: Sequence[int]) -> None:
+    facts = [fact for fact in quiet(held=0.06 * INTERVAL) if fact.step in kept]
+    for silent, rules in ((3.1, ["stalled", "training_waits"]), (2.9, ["training_waits"])):
+        now = situation(facts, now_unix_seconds=LAST + silent * INTERVAL)
+        assert [alert.rule for alert in alerts_of(now, AlertRules())] == rules
+
+
+def test_saves_in_pairs_are_no_stall() -> None:
+    times = [START + INTERVAL * (number // 2) + number % 2 for number in range(24)]
+    facts = [replace(fact, created_unix_seconds=time, work=None) for fact, time in zip(quiet(24), times, strict=True)]
+    assert alerts_of(situation(facts, now_unix_seconds=times[-1] + INTERVAL), AlertRules()) == []
