@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from holdfast.backends.stores.oserrors import translated
 from holdfast.backends.stores.syscalls import UNSUPPORTED, Syscalls, switch_to_direct
@@ -48,6 +49,12 @@ class FileReading(Readable):
     def _open_object(self, key: str) -> AbstractContextManager[tuple[int, int]]:
         """Open a regular file for reading: its descriptor and its real size in bytes."""
         raise NotImplementedError
+
+    @contextmanager
+    def opened(self, key: str) -> Iterator[tuple[int, int]]:
+        """Lend the descriptor of an object, opened for reading, and its bytes."""
+        with translated("read", self._where(key)), self._open_object(key) as found:
+            yield found
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole."""

@@ -13,14 +13,14 @@ from typing import TypeVar
 from holdfast.backends.stores.file_reading import FileReading
 from holdfast.backends.stores.folders import LAG_PAUSES, TEMPORARY_PREFIX, Folders, not_shown
 from holdfast.backends.stores.local_upload import NEW, LocalUpload
-from holdfast.backends.stores.oserrors import translated
+from holdfast.backends.stores.oserrors import require_regular, translated
 from holdfast.backends.stores.syscalls import UNSUPPORTED, Closing, Syscalls, close_quietly
 from holdfast.base.clock import Clock, SystemClock
 from holdfast.base.ports.keys import is_listed, is_part, may_lead_to_listed, split_key, split_prefix
 from holdfast.base.ports.parts import PartLedger
 from holdfast.base.ports.readable import StoreEntry
 from holdfast.base.ports.store import Store
-from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
+from holdfast.errors import ConflictError, MissingError, UnavailableError
 from holdfast.settings import MIB, Settings
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ _WRITE_BYTES_MAX = 64 * MIB
 """Bytes of one write, far below the 2 GiB at which the system truncates a write."""
 
 _Result = TypeVar("_Result")
+
+Written = Callable[[int], None]
+"""A function that writes the bytes of an object to the descriptor of a new hidden file."""
 
 _FolderEntry = tuple[str, int, int]
 """Name, mode and bytes of an entry of a folder."""
@@ -93,8 +96,10 @@ class LocalStore(FileReading, Store):
         """Store a small object whole, replacing an older one; durable on return if `durable`."""
         self._store_whole(key, data, self._replace, durable=durable)
 
-    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
+    def put_if_absent(self, key: str, data: bytes | Written, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return; its folders if wanted.
+
+        A function as `data` is called again with another file if another process has removed the folder.
 
         Raises:
             ConflictError: The key exists and what it holds is durable; it was not touched. If another process has
@@ -135,7 +140,7 @@ class LocalStore(FileReading, Store):
         parts, where = split_key(key), self._where(key)
         with translated("look at", where), self._folders.opened(parts[:-1]) as folder:
             status = self._syscalls.stat(parts[-1], dir_fd=folder)
-        _require_regular(status, where)
+        require_regular(status, where)
         return status.st_size
 
     def folders(self, prefix: str = "") -> list[str]:
@@ -197,7 +202,7 @@ class LocalStore(FileReading, Store):
                 status = self._syscalls.stat(parts[-1], dir_fd=folder)
         except FileNotFoundError as absent:
             raise MissingError(f"{where}: no such object") from absent
-        _require_regular(status, where)
+        require_regular(status, where)
         # If this finds no file, one of the two folders or the object was removed: the caller tries again.
         with self._folders.opened(parts[:-1]) as folder:
             try:
@@ -218,7 +223,7 @@ class LocalStore(FileReading, Store):
         parts, where = split_key(key), self._where(key)
         with translated("look at", where), self._folders.opened(parts[:-1]) as folder:
             status = self._syscalls.stat(parts[-1], dir_fd=folder)
-        _require_regular(status, where)
+        require_regular(status, where)
         return f"{status.st_dev}:{status.st_ino}"
 
     def _rename_into(self, new_folder: int, parts: tuple[str, ...], new_name: str, where: str) -> None:
@@ -231,7 +236,7 @@ class LocalStore(FileReading, Store):
                 self._syscalls.stat(new_name, dir_fd=new_folder)
                 return
             raise MissingError(f"{where}: no such object") from absent
-        _require_regular(status, where)
+        require_regular(status, where)
         with self._folders.opened(parts[:-1]) as folder:
             # If this finds no file, one of the two folders or the object was removed: the caller tries again.
             self._syscalls.rename(parts[-1], new_name, dir_fd=folder, new_dir_fd=new_folder)
@@ -255,7 +260,7 @@ class LocalStore(FileReading, Store):
     def _store_whole(
         self,
         key: str,
-        data: bytes,
+        data: bytes | Written,
         publish: Callable[[int, int, str, str], None],
         *,
         durable: bool = True,
@@ -267,7 +272,7 @@ class LocalStore(FileReading, Store):
             temporary = TEMPORARY_PREFIX + self._clock.random_bytes(12).hex()
             fd = self._folders.create(temporary, NEW, folder=folder)
             try:
-                self._write_all(fd, data)
+                data(fd) if callable(data) else self._write_all(fd, data)
                 if durable:
                     self._syscalls.fsync(fd)
                 publish(folder, fd, temporary, parts[-1])
@@ -311,7 +316,7 @@ class LocalStore(FileReading, Store):
 
     def _replace(self, folder: int, fd: int, temporary: str, name: str) -> None:
         with suppress(FileNotFoundError, MissingError):  # No object, or a folder, on which `rename` fails by itself.
-            _require_regular(self._syscalls.stat(name, dir_fd=folder), name)
+            require_regular(self._syscalls.stat(name, dir_fd=folder), name)
         self._syscalls.rename(temporary, name, dir_fd=folder)
 
     def _give_name(self, folder: int, fd: int, temporary: str, name: str) -> None:
@@ -352,7 +357,7 @@ class LocalStore(FileReading, Store):
         """Open a regular file for reading: its descriptor and its real size in bytes."""
         with Closing(self._syscalls, self._folders.open_file(split_key(key), _READ)) as fd:
             status = self._syscalls.fstat(fd)
-            _require_regular(status, self._where(key))
+            require_regular(status, self._where(key))
             yield fd, status.st_size
 
     def _walk(self, top: tuple[str, ...], after: str, up_to: str | None) -> Iterator[StoreEntry]:
@@ -389,12 +394,3 @@ def _place_in_listing(entry: _FolderEntry) -> str:
     """Return what orders the entries of a folder as their keys are: a folder comes where the keys below it do."""
     name, mode, _ = entry
     return f"{name}/" if stat.S_ISDIR(mode) else name
-
-
-def _require_regular(status: os.stat_result, where: str) -> None:
-    if stat.S_ISREG(status.st_mode):
-        return
-    if stat.S_ISDIR(status.st_mode):
-        raise MissingError(f"{where}: no such object, but a folder of that name")
-    kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-    raise InvalidError(f"{where}: it is {kind}; expected a regular file; remove it")

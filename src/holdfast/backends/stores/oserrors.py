@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -63,3 +64,18 @@ def translated(doing: str, where: str, *, writing: bool = False) -> Iterator[Non
             kind, act = UnavailableError, "its folder was removed, or this node's cache does not show it yet; retry"
         name = errno.errorcode.get(code, type(error).__name__)
         raise kind(f"could not {doing} {where}: {name} ({os.strerror(code) if code else error}); {act}") from error
+
+
+def require_regular(status: os.stat_result, where: str) -> None:
+    """Require a regular file: a folder of this name counts as no object.
+
+    Raises:
+        MissingError: It is a folder.
+        InvalidError: It is anything else, such as a symbolic link.
+    """
+    if stat.S_ISREG(status.st_mode):
+        return
+    if stat.S_ISDIR(status.st_mode):
+        raise MissingError(f"{where}: no such object, but a folder of that name")
+    kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+    raise InvalidError(f"{where}: it is {kind}; expected a regular file; remove it")

@@ -1,0 +1,315 @@
+"""Serves one folder to the peers of a run, within limits that no peer can break.
+
+A connection passes through these states, moved by a thread of the connection, and by the accepting thread where that one cuts the connection off:
+
+    unproven (greeting, then the first request) -> proven (requests and answers in turn) -> closed
+    unproven -> closed, after `proving_seconds`, or as the oldest of too many
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import math
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from holdfast.base.interrupts import start_thread
+from holdfast.base.ports.store import Store
+from holdfast.base.wire import framing
+from holdfast.base.wire.framing import AGENT, DIGEST, HEADER_BYTES_MAX, LENGTH, NONCE, OK, Credentials, Head, shown
+from holdfast.base.wire.link import Link, LinkCut, new_nonce
+from holdfast.core.format.names import PACK_SUFFIX, is_link_name
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, UnavailableError
+from holdfast.settings import KIB, MIB
+
+_log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 64 * KIB
+"""Bytes of a small object that a connection hashes or stores at a time, in the memory of the header before."""
+
+_PAUSE_SECONDS = 0.1
+"""Pause after a connection that could not be accepted, for example because there are too many open files."""
+
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
+
+
+class ServedFolder(Store, Protocol):
+    """A store of files that lends open descriptors."""
+
+    def opened(self, key: str) -> AbstractContextManager[tuple[int, int]]:
+        """Lend the descriptor of an object, opened for reading, and the bytes of the object."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes | Callable[[int], None], *, folders_durable: bool = True) -> None:
+        """Store a small object as any store does, also from a function that writes to an open hidden file."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of all peers together; tests take smaller ones."""
+
+    connections: int = 512
+    """Most connections; one more is closed at once. Each has a thread, and memory for a header."""
+
+    unproven: int = 64
+    """Most connections without a proof; one more cuts off the oldest."""
+
+    proving_seconds: float = 5.0
+    """Longest time until the first proven request."""
+
+    idle_seconds: float = 30.0
+    """Longest wait for a byte, or for memory."""
+
+    buffer_bytes: int = 64 * MIB
+    """Memory of all headers, pieces and pages. Connections wait for that of pages."""
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class PeerServer:
+    """Serves a folder from threads, one for each connection, until `close`."""
+
+    def __init__(
+        self, folder: ServedFolder, credentials: Credentials, host: str, port: int = 0, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
+        """Bind an address, and begin.
+
+        Args:
+            folder: The store to serve.
+            credentials: Run and secret, which peers must have too.
+            host: The address of this node that peers connect to.
+            port: The port; 0 for a free one.
+            limits: Limits of all peers together.
+        Raises:
+            InvalidError: The address is not one of this node, is every address, or is in use.
+        """
+        self.folder, self.credentials, self.limits = folder, credentials, limits
+        for_pages = limits.buffer_bytes - limits.connections * HEADER_BYTES_MAX
+        self.pages = threading.Semaphore(for_pages // framing.PAGE_BYTES_MAX)
+        """Memory for the pages of names that are made and sent at a time."""
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._conversations: dict[_Conversation, None] = {}
+        self._listener = _bound(host, port)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        """Address and port that peers connect to."""
+        start_thread(threading.Thread(target=self._accept, name="holdfast-serve", daemon=True))
+
+    def close(self) -> None:
+        """Accept no more connections, and cut those that there are."""
+        self._closed.set()
+        with self._lock:
+            self._listener.shutdown(socket.SHUT_RDWR)  # Wakes the thread that accepts.
+            self._listener.close()
+            for conversation in self._conversations:
+                conversation.link.cut()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, place = self._listener.accept()
+                with self._lock:
+                    self._begin(connection, f"peer {place[0]}:{place[1]}")
+            except (OSError, RuntimeError) as error:  # No descriptor, or no thread; or the listener was closed.
+                _log.debug("%s:%s: could not accept a connection: %s", *self.address, error)
+                self._closed.wait(_PAUSE_SECONDS)
+
+    def _begin(self, connection: socket.socket, where: str) -> None:
+        unproven = [each for each in self._conversations if not each.is_proven]
+        if len(self._conversations) >= self.limits.connections:
+            connection.close()
+            return
+        if len(unproven) >= self.limits.unproven:
+            unproven[0].link.cut()
+        conversation = _Conversation(self, Link(connection, AGENT, where))
+        start_thread(threading.Thread(target=conversation.run, name="holdfast-peer", daemon=True))
+        self._conversations[conversation] = None
+
+    def leave(self, conversation: _Conversation) -> None:
+        """Forget a connection that has ended."""
+        with self._lock:
+            self._conversations.pop(conversation)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(address[0]).is_unspecified:
+            raise InvalidError(f"agent: address {host!r} is every address of this node; expected the one for peers")
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise InvalidError(
+            f"agent: could not listen at {host}:{port} ({error.strerror}); expected a free port of an address of this "
+            "node. Choose another, or end the process that listens there"
+        ) from error
+
+
+class _Conversation:
+    """One connection, served by one thread."""
+
+    def __init__(self, server: PeerServer, link: Link) -> None:
+        self._server, self._folder, self.link = server, server.folder, link
+        link.idle_seconds = server.limits.idle_seconds
+        link.end_in(server.limits.proving_seconds)
+        self.is_proven = False
+        """Whether the peer has proven to know the secret."""
+        self._is_head_sent = False
+        self._identity = {framing.WIRE_VERSION: framing.VERSION, framing.RUN: server.credentials.run}
+
+    def run(self) -> None:
+        """Answer requests until one end closes."""
+        try:
+            while self._answer():
+                self.link.begin_next()
+        except LinkCut as cut:
+            _log.debug("%s", cut)
+        finally:
+            self.link.close()
+            self._server.leave(self)
+
+    def _answer(self) -> bool:
+        """Answer one request; return whether another may follow."""
+        self._is_head_sent, line = False, ""
+        try:
+            head = self.link.receive_head()
+            line = head.line
+            if self.link.session is None:
+                self._greet(head)
+            else:
+                self._serve(head)
+            return True
+        except LinkCut:
+            raise
+        except CheckpointError as error:
+            _log.debug("refused %s: %s", shown(line), error)
+            if self._is_head_sent:
+                return False
+            self._refuse(line, error)
+            return self.link.is_proven and self.link.owed_bytes == 0
+
+    def _refuse(self, line: str, error: CheckpointError) -> None:
+        fields = {}
+        if not self.link.is_proven:
+            self.link.session = None  # Nothing is proven to a peer that has proven nothing.
+            fields = self._identity
+        body = b"" if line.startswith("HEAD ") else shown(str(error)).encode()
+        status = next(status for kind, status in framing.STATUS_OF.items() if isinstance(error, kind))
+        self._send_head(status, {**fields, LENGTH: str(len(body))}, more=bool(body))
+        self.link.send(body)
+
+    def _greet(self, head: Head) -> None:
+        nonce = head.fields.get(NONCE, "")
+        if head.line != framing.GREETING or len(nonce) != 2 * framing.NONCE_BYTES or head.body_bytes:
+            raise InvalidError(f"request {shown(head.line)}; expected {framing.GREETING} with a nonce first")
+        for name, expected in self._identity.items():
+            if head.fields.get(name) != expected:
+                raise InvalidError(f"{name}: found {shown(head.fields.get(name, ''))!r}; expected {expected!r}")
+        own = new_nonce()
+        self.link.session = framing.Session(self._server.credentials, nonce, own)
+        self._send_head(OK, {**self._identity, NONCE: own, LENGTH: "0"})
+
+    def _serve(self, head: Head) -> None:
+        if not self.link.is_proven:
+            raise InvalidError("proof of the header: found another; expected the one of this connection and number")
+        self.is_proven = True
+        self.link.end_in(math.inf)
+        method, _, text = head.line.partition(" ")
+        key, prefix, after = framing.target_in(text)
+        if method != "PUT" and head.body_bytes:
+            raise InvalidError(f"{method} with a body of {head.body_bytes} bytes; expected none")
+        if method in ("GET", "HEAD") and key:
+            self._send_object(method, key, head.fields.get(framing.RANGE))
+        elif method == "GET":
+            self._send_page(prefix, after)
+        elif method in ("PUT", "DELETE") and key:
+            if key.endswith(PACK_SUFFIX) or is_link_name(key.rpartition("/")[2]):
+                raise InvalidError(f"{method} of the pack {key}; expected a small object: packs are pulled")
+            if method == "PUT":
+                self._store(key, head)
+            else:
+                self._folder.delete([key])
+            self._send_head(OK, {LENGTH: "0"})
+        else:
+            raise InvalidError(f"{shown(head.line)}; expected GET, HEAD, PUT or DELETE of a key, or GET of a prefix")
+
+    def _send_object(self, method: str, key: str, text: str | None) -> None:
+        with self._folder.opened(key) as (fd, count):
+            start, stop = (0, count) if text is None else _range_in(text, key, count)
+            fields, is_sent = {LENGTH: str(stop - start)}, method == "GET" and start < stop
+            if method == "GET" and not key.endswith(PACK_SUFFIX):  # The digests in the index prove packs.
+                fields[DIGEST] = _digest_of(fd, start, stop, key)
+            self._send_head(OK if text is None else framing.PARTIAL, fields, more=is_sent)
+            if is_sent:
+                self.link.send_file(fd, start, stop)
+
+    def _send_page(self, prefix: str, after: str) -> None:
+        seconds = self._server.limits.idle_seconds
+        if not self._server.pages.acquire(timeout=seconds):
+            raise UnavailableError(f"no memory for a page of names in {seconds:.0f} s; retry")
+        try:
+            page = framing.encode_page(list(islice(self._folder.list(prefix, after=after), framing.PAGE_NAMES + 1)))
+            self.link.end_in(seconds)  # Others wait for this memory.
+            self._send_head(OK, {LENGTH: str(len(page)), DIGEST: hashlib.sha256(page).hexdigest()}, more=True)
+            self.link.send(page)
+            self.link.end_in(math.inf)
+        finally:
+            self._server.pages.release()
+
+    def _store(self, key: str, head: Head) -> None:
+        """Store a small object: received bytes go to a hidden file, which gets the name at the end."""
+        if head.fields.get(framing.IF_NONE_MATCH) != "*":
+            raise InvalidError(f"PUT of {key} without If-None-Match: *; no object is replaced")
+        if LENGTH not in head.fields or head.body_bytes > framing.SMALL_BYTES_MAX:
+            raise InvalidError(
+                f"PUT of {head.body_bytes} bytes at {key}; expected {LENGTH}, to {framing.SMALL_BYTES_MAX}"
+            )
+
+        def receive(fd: int) -> None:
+            if self.link.owed_bytes < head.body_bytes:
+                raise UnavailableError(f"{key}: the folder was removed meanwhile; send the object again")
+            summed, room = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, head.body_bytes)))
+            while self.link.owed_bytes:
+                piece = room[: self.link.owed_bytes]
+                self.link.receive_into(piece)
+                summed.update(piece)
+                while piece:
+                    piece = piece[os.write(fd, piece) :]
+            if summed.hexdigest() != head.fields.get(DIGEST):
+                raise CorruptError(f"{key}: the bytes are not those that the header proves; send the object again")
+
+        self._folder.put_if_absent(key, receive)
+
+    def _send_head(self, status: str, fields: dict[str, str], *, more: bool = False) -> None:
+        self._is_head_sent = True
+        self.link.send_head(Head(status, fields), more=more)
+
+
+def _digest_of(fd: int, start: int, stop: int, key: str) -> str:
+    summed, room = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, stop - start)))
+    while start < stop:
+        count = os.preadv(fd, [room[: stop - start]], start)
+        if not count:
+            raise CorruptError(f"{key}: ended at {start} of {stop} bytes meanwhile")
+        summed.update(room[:count])
+        start += count
+    return summed.hexdigest()
+
+
+def _range_in(text: str, key: str, count: int) -> tuple[int, int]:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise InvalidError(f"{key}: range {shown(text)}; expected bytes=FIRST-LAST")
+    start, stop = int(match[1]), int(match[2]) + 1
+    if not start < stop <= count:
+        raise CorruptError(f"{key}: bytes [{start}, {stop}) of {count}; expected a range within. Read another copy")
+    return start, stop

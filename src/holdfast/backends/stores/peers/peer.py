@@ -1,0 +1,219 @@
+"""The client of one agent: each call is one request, over a connection that is kept for the next call."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+
+from holdfast.base.ports.keys import split_key, split_prefix
+from holdfast.base.ports.readable import StoreEntry
+from holdfast.base.ports.temporary import TemporaryError
+from holdfast.base.wire import framing
+from holdfast.base.wire.framing import DIGEST, LENGTH, NONCE, OK, SMALL_BYTES_MAX, Credentials, Head, shown
+from holdfast.base.wire.link import Link, LinkCut, new_nonce
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, UnavailableError
+
+_LAST_WORD_SECONDS = 1.0
+"""Wait for the answer of an agent that takes no more of a request: the agent may have said the reason."""
+
+_ERROR_OF = {status: kind for kind, status in framing.STATUS_OF.items()} | {"503": TemporaryError}
+
+
+Room = memoryview | int
+"""Memory for a body, or the most bytes that the body may have."""
+
+
+class Peer:
+    """The agent of one node. Any thread may call; a thread has a connection of its own during the call.
+
+    A call raises `MissingError` only if the agent says that the key does not exist. An agent that does not answer
+    before the deadline is `TemporaryError`, a kind of `UnavailableError`.
+    """
+
+    def __init__(self, node: str, address: tuple[str, int], credentials: Credentials, timeout_seconds: float) -> None:
+        """Set the place; does no I/O.
+
+        Args:
+            node: Name of the node, for messages.
+            address: Address and port of the agent.
+            credentials: Run and secret, which the agent must have too.
+            timeout_seconds: The deadline of each call, from the beginning of the call.
+        """
+        self.where = f"node {node} ({address[0]}:{address[1]})"
+        """The node, for messages."""
+        self._address, self._credentials, self._timeout_seconds = address, credentials, timeout_seconds
+        self._lock = threading.Lock()
+        self._kept: list[Link] = []
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object."""
+        split_key(key)
+        return self._ask(f"HEAD /{key}", OK)[0].body_bytes
+
+    def get(self, key: str, bytes_max: int) -> memoryview:
+        """Return a small object whole and proven.
+
+        Raises:
+            MissingError: No such key.
+            CorruptError: The object is larger than `bytes_max`, or the bytes are not those that the agent sent.
+        """
+        split_key(key)
+        return self._ask(f"GET /{key}", OK, room=bytes_max)[1]
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes of an object from `start` on. The bytes of packs are not proven.
+
+        Raises:
+            MissingError: No such key.
+            CorruptError: The object ends before.
+        """
+        split_key(key)
+        fields = {framing.RANGE: f"bytes={start}-{start + len(buffer) - 1}"}
+        self._ask(f"GET /{key}", framing.PARTIAL, fields, room=buffer)
+
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoreEntry]:
+        """Yield every object whose key starts with `prefix`, behind `after`, in order; a page at a time."""
+        split_prefix(prefix)
+        has_more = True
+        while has_more:
+            target = f"/{prefix}?after={after}" if after else f"/{prefix}"
+            page = self._ask(f"GET {target}", OK, room=framing.PAGE_BYTES_MAX)[1]
+            try:
+                entries, has_more = framing.decode_page(page, prefix, after)
+            except CorruptError as error:
+                raise CorruptError(f"{self.where}: {error}") from error
+            yield from entries
+            after = entries[-1].key if has_more else ""
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Store a small object unless the key exists; durable on return.
+
+        Raises:
+            ConflictError: The key exists; the object was not touched.
+            InvalidError: The key is that of a pack, or too large: no node stores a pack for another.
+        """
+        split_key(key)
+        if len(data) > SMALL_BYTES_MAX:
+            raise InvalidError(f"{self.where}: {key} has {len(data)} bytes; expected at most {SMALL_BYTES_MAX}")
+        fields = {framing.IF_NONE_MATCH: "*", LENGTH: str(len(data)), DIGEST: hashlib.sha256(data).hexdigest()}
+        self._ask(f"PUT /{key}", OK, fields, data)
+
+    def delete(self, key: str) -> None:
+        """Remove a small object; an absent key is no error."""
+        split_key(key)
+        self._ask(f"DELETE /{key}", OK)
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        with self._lock:
+            kept, self._kept = self._kept, []
+        for link in kept:
+            link.close()
+
+    def _ask(
+        self, line: str, expected: str, fields: dict[str, str] | None = None, data: bytes = b"", room: Room = 0
+    ) -> tuple[Head, memoryview]:
+        """Send a request; return the header and the body of its answer.
+
+        Args:
+            line: Method and target.
+            expected: The status of an answer that is no error.
+            fields: Further fields of the request.
+            data: The body of the request.
+            room: Where the body of the answer goes, or the most bytes that the body may have.
+        """
+        link, is_kept = self._kept_link() or self._connected(), False
+        try:
+            link.begin_next()
+            answer = self._answer_to(link, Head(line, fields or {}), data)
+            if not link.is_proven:
+                raise self._unproven(f"answer {answer.line} without a proof of this connection")
+            if line.startswith("HEAD "):
+                link.owed_bytes = 0
+            if answer.line != expected:
+                error = self._refusal(link, answer, line)
+                is_kept = not data and not link.owed_bytes  # An agent that has not taken a body closes.
+                raise error
+            body = self._body(link, answer, line, room)
+            is_kept = True
+        finally:
+            if is_kept:
+                with self._lock:
+                    self._kept.append(link)
+            else:
+                link.close()
+        return answer, body
+
+    def _answer_to(self, link: Link, head: Head, data: bytes = b"") -> Head:
+        link.send_head(head, more=bool(data))
+        try:
+            link.send(data)
+        except LinkCut:
+            link.end_in(_LAST_WORD_SECONDS)
+        try:
+            return link.receive_head()
+        except CorruptError as error:
+            raise self._unproven(str(error)) from error
+
+    def _unproven(self, found: str) -> TemporaryError:
+        why = "another machine sent it, or a byte changed on the way"
+        return TemporaryError(f"{self.where}: {found}; {why}. Retry", may_take_effect=True)
+
+    def _body(self, link: Link, answer: Head, line: str, room: Room) -> memoryview:
+        count = link.owed_bytes
+        if isinstance(room, int) and count <= room:
+            room = memoryview(bytearray(count))
+        if isinstance(room, int) or count != len(room):
+            expected = f"at most {room}" if isinstance(room, int) else len(room)
+            raise CorruptError(f"{self.where}: {line}: {count} bytes; expected {expected}. Read another copy")
+        link.receive_into(room)
+        if DIGEST in answer.fields and count and hashlib.sha256(room).hexdigest() != answer.fields[DIGEST]:
+            raise CorruptError(f"{self.where}: {line}: the bytes are not those that the agent sent. Read another copy")
+        return room
+
+    def _refusal(self, link: Link, answer: Head, line: str) -> CheckpointError:
+        """Return the error that an answer is."""
+        room = memoryview(bytearray(min(link.owed_bytes, framing.HEADER_BYTES_MAX)))
+        link.receive_into(room)
+        text = shown(bytes(room).decode("utf-8", "replace")) or f"refused, status {answer.line}"
+        return _ERROR_OF.get(answer.line, UnavailableError)(f"{self.where}: {line}: {text}")
+
+    def _connected(self) -> Link:
+        """Return a new connection to an agent that has the same version, run and secret.
+
+        Raises:
+            InvalidError: The agent has another one.
+        """
+        link = Link.connected(self._address, self.where, self._timeout_seconds)
+        try:
+            own, ours = new_nonce(), {framing.WIRE_VERSION: framing.VERSION, framing.RUN: self._credentials.run}
+            answer = self._answer_to(link, Head(framing.GREETING, ours | {NONCE: own}))
+            for name, expected in ours.items():
+                if (found := shown(answer.fields.get(name, expected))) != expected:
+                    raise self._stranger(name.removeprefix("holdfast-"), found, expected)
+            if answer.line != OK:
+                raise self._refusal(link, answer, framing.GREETING)
+            link.session = framing.Session(self._credentials, own, answer.fields.get(NONCE, ""))
+            if not link.session.is_proven(framing.AGENT, 0, answer):
+                raise self._stranger("secret", "a proof that does not fit", "that of HOLDFAST_SECRET_FILE")
+        except CheckpointError:
+            link.close()
+            raise
+        return link
+
+    def _stranger(self, what: str, found: str, expected: str) -> InvalidError:
+        text = f"the agent has another {what}: found {found}; expected {expected}. Start an agent of this run there"
+        return InvalidError(f"{self.where}: {text}")
+
+    def _kept_link(self) -> Link | None:
+        """Return a connection that still stands, if one is kept."""
+        while True:
+            with self._lock:
+                if not self._kept:
+                    return None
+                link = self._kept.pop()
+            if link.is_fresh():
+                link.end_in(self._timeout_seconds)
+                return link
+            link.close()
