@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from fuzz import codec, layouts, plans
+from fuzz import codec, layouts, plans, wire
 from fuzz.coded import header_seed, index_seed
 from fuzz.dcp import DATA, checkpoint
 from fuzz.deepspeed import pickle_of
@@ -124,6 +124,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [index_seed() if target == "coded-index" else header_seed()]
     if target in ("plan", "plan-file"):
         return plans.seeds() if target == "plan" else plans.file_seeds()
+    if target.startswith("wire-"):
+        return wire.seeds(target)
     if target in ("dcp-metadata", "dcp-items"):
         return [checkpoint()[METADATA if target == "dcp-metadata" else DATA]]
     return [bytes(range(number, 200, number + 1)) for number in range(1, 9)]

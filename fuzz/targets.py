@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fuzz import codec, coded, dcp, deepspeed, layouts, plans
+from fuzz import codec, coded, dcp, deepspeed, layouts, plans, wire
 from holdfast._face.value_words import value_lines
 from holdfast.backends.foreign.huggingface.safetensors_reader import SafetensorsFormat
 from holdfast.backends.foreign.pickles.reader import unpickled
@@ -423,5 +423,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "layout-expression": layouts.expression,
     "plan-file": plans.file,
     "plan": plans.plan,
+    "wire-header": wire.header,
+    "wire-target": wire.target,
+    "wire-page": wire.page,
 }
 """Every target by name."""

@@ -116,7 +116,7 @@ def test_the_ground_needs_only_the_standard_library() -> None:
     own = {*sys.stdlib_module_names, "holdfast"}
     # numpy copies the parts of an upload without Python's lock; the standard library has no such call. The order of
     # samples is asked for a thousand places at once. A target takes elements with strides. msgspec tells the place of
-    # a wrong key in a rule file. Both ends of the wire share its framing, and each is asked for only where h11 is there.
+    # a wrong key in a rule file. Both ends of the wire share the framing.
     with_numpy = ("ports/framework.py", "ports/parts.py", "sampling/mixture.py", "sampling/order.py")
     exempt = {f"src/holdfast/base/{name}": {"numpy"} for name in with_numpy}
     exempt |= {f"src/holdfast/base/layouts/{name}": {"msgspec"} for name in ("rule_file.py", "rule_text.py")}

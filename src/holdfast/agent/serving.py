@@ -1,6 +1,6 @@
 """Serves one folder to the peers of a run, within limits that no peer can break.
 
-A connection passes through these states, moved by a thread of the connection, and by the accepting thread where that one cuts the connection off:
+A connection passes through these states. One thread serves the connection, and the accepting thread may cut it off:
 
     unproven (greeting, then the first request) -> proven (requests and answers in turn) -> closed
     unproven -> closed, after `proving_seconds`, or as the oldest of too many
@@ -107,10 +107,11 @@ class PeerServer:
 
     def close(self) -> None:
         """Accept no more connections, and cut those that there are."""
-        self._closed.set()
         with self._lock:
-            self._listener.shutdown(socket.SHUT_RDWR)  # Wakes the thread that accepts.
-            self._listener.close()
+            if not self._closed.is_set():
+                self._closed.set()
+                self._listener.shutdown(socket.SHUT_RDWR)  # Wakes the thread that accepts.
+                self._listener.close()
             for conversation in self._conversations:
                 conversation.link.cut()
 
@@ -131,6 +132,7 @@ class PeerServer:
             return
         if len(unproven) >= self.limits.unproven:
             unproven[0].link.cut()
+            self._conversations.pop(unproven[0])
         conversation = _Conversation(self, Link(connection, AGENT, where))
         start_thread(threading.Thread(target=conversation.run, name="holdfast-peer", daemon=True))
         self._conversations[conversation] = None
@@ -138,7 +140,7 @@ class PeerServer:
     def leave(self, conversation: _Conversation) -> None:
         """Forget a connection that has ended."""
         with self._lock:
-            self._conversations.pop(conversation)
+            self._conversations.pop(conversation, None)
 
 
 def _bound(host: str, port: int) -> socket.socket:

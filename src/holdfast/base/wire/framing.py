@@ -105,16 +105,17 @@ class Exchange:
         try:
             self._h11.receive_data(data)
             event = self._h11.next_event()
-        except h11.RemoteProtocolError as error:
+            if event is h11.NEED_DATA:
+                return None
+            if not isinstance(event, h11.Request | h11.Response) or event.http_version != b"1.1":
+                raise CorruptError("header: of another kind or version; expected a request or an answer of HTTP/1.1")
+            fields = {name.decode("ascii"): value.decode("ascii") for name, value in event.headers}
+        except (h11.RemoteProtocolError, UnicodeDecodeError) as error:
             raise CorruptError(f"header: {shown(str(error))}; expected HTTP/1.1") from error
-        if event is h11.NEED_DATA:
-            return None
-        if not isinstance(event, h11.Request | h11.Response) or event.http_version != b"1.1":
-            raise CorruptError("header: of another kind or version; expected a request or an answer of HTTP/1.1")
-        fields = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}
-        if len(fields) < len(event.headers) or not fields.keys() <= _FIELDS:
-            names = ", ".join(name.decode("ascii") for name, _ in event.headers)
-            raise CorruptError(f"header: fields {shown(names)}; expected each once, of {', '.join(sorted(_FIELDS))}")
+        required = "host" if isinstance(event, h11.Request) else LENGTH
+        if len(fields) < len(event.headers) or not {required} <= fields.keys() <= _FIELDS:
+            expected = f"{required}, and each once of {', '.join(sorted(_FIELDS))}"
+            raise CorruptError(f"header: fields {shown(', '.join(fields))}; expected {expected}")
         if isinstance(event, h11.Response):
             return Head(str(event.status_code), fields)
         fields.pop("host")
@@ -140,8 +141,9 @@ class Credentials:
 class Session:
     """The key of one connection, which proves every header with role and number.
 
-    The greeting brings the nonce of the rank and has no proof. The answer to the greeting has number 0,
-    the next request and the answer to that have number 1. So a header that is replayed, moved, reflected or sent over another connection is not proven.
+    The greeting brings the nonce of the rank and has no proof. The answer to the greeting has number 0, the next
+    request and the answer to that have number 1. So a header that is replayed, moved, reflected or sent over another
+    connection is not proven.
     """
 
     def __init__(self, credentials: Credentials, rank_nonce: str, agent_nonce: str) -> None:

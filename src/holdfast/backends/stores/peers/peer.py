@@ -193,7 +193,7 @@ class Peer:
                 if (found := shown(answer.fields.get(name, expected))) != expected:
                     raise self._stranger(name.removeprefix("holdfast-"), found, expected)
             if answer.line != OK:
-                raise self._refusal(link, answer, framing.GREETING)
+                raise self._unproven(f"answer {answer.line} to the greeting")
             link.session = framing.Session(self._credentials, own, answer.fields.get(NONCE, ""))
             if not link.session.is_proven(framing.AGENT, 0, answer):
                 raise self._stranger("secret", "a proof that does not fit", "that of HOLDFAST_SECRET_FILE")

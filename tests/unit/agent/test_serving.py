@@ -1,0 +1,191 @@
+"""An agent and its client over real sockets: each verb, each error, and both ends that do not belong together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.agent.serving import PeerServer
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.peers.peer import Peer
+from holdfast.base.wire.framing import PAGE_NAMES, Credentials
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.settings import MIB, Settings
+from tests.unit.agent.conversing import PACK, RUN, SECRET
+
+CREDENTIALS = Credentials(RUN, SECRET)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "run", settings=Settings())
+
+
+@pytest.fixture
+def server(store: LocalStore) -> Iterator[PeerServer]:
+    server = PeerServer(store, CREDENTIALS, "127.0.0.1")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def peer(server: PeerServer) -> Iterator[Peer]:
+    peer = Peer("n3", server.address, CREDENTIALS, 10)
+    yield peer
+    peer.close()
+
+
+def test_a_pack_is_read_by_ranges_into_the_memory_of_the_caller(store: LocalStore, peer: Peer) -> None:
+    content = os.urandom(9 * MIB + 5)
+    store.put(PACK, content)
+    assert peer.size(PACK) == len(content)
+    memory = bytearray(len(content))
+    for start, stop in ((0, 1), (7, 8 * MIB), (8 * MIB, len(content)), (1, 7)):
+        peer.read_into(PACK, start, memoryview(memory)[start:stop])
+    assert memory == content
+    with pytest.raises(CorruptError, match=r"node n3 .*bytes \[9437188, 9437190\) of 9437189"):
+        peer.read_into(PACK, len(content) - 1, memoryview(bytearray(2)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 65536, 65537, 3 * MIB])
+def test_a_small_object_goes_there_and_comes_back(store: LocalStore, peer: Peer, count: int) -> None:
+    content = os.urandom(count)
+    peer.put_if_absent("epochs/000000000001.json", content)
+    assert store.get("epochs/000000000001.json", count) == content == bytes(peer.get("epochs/000000000001.json", count))
+    with pytest.raises(ConflictError, match="another writer stored it"):
+        peer.put_if_absent("epochs/000000000001.json", b"other")
+    assert store.get("epochs/000000000001.json", count) == content
+    peer.delete("epochs/000000000001.json")
+    peer.delete("epochs/000000000001.json")
+    for call in (peer.size, lambda key: peer.get(key, 9), lambda key: peer.read_into(key, 0, memoryview(bytearray(1)))):
+        with pytest.raises(MissingError, match=r"node n3 \(127\.0\.0\.1:\d+\)"):
+            call("epochs/000000000001.json")
+    assert not list(store.list())
+
+
+def test_a_larger_object_than_expected_is_not_taken(store: LocalStore, peer: Peer) -> None:
+    store.put("latest", b"12345")
+    with pytest.raises(CorruptError, match="5 bytes; expected at most 4"):
+        peer.get("latest", 4)
+    assert bytes(peer.get("latest", 5)) == b"12345"
+
+
+def test_no_pack_is_stored_or_removed(store: LocalStore, peer: Peer) -> None:
+    store.put(PACK, b"pack")
+    for call in (lambda: peer.put_if_absent("step-000000000008/0123456789abcdef/r00000.safetensors", b""),
+                 lambda: peer.delete(PACK)):  # fmt: skip
+        with pytest.raises(InvalidError, match=r"of the pack .*packs are pulled"):
+            call()
+    assert [entry.key for entry in store.list()] == [PACK]
+
+
+def test_names_come_by_pages_in_order(store: LocalStore, server: PeerServer, peer: Peer) -> None:
+    folder = Path(store.url) / "a"
+    folder.mkdir(parents=True)
+    for number in range(2 * PAGE_NAMES + 1):
+        (folder / f"{number:05d}").touch()
+    (folder / "00003").write_bytes(b"123")
+    store.put("b", b"12")
+    found = list(peer.list())
+    assert found == list(store.list()) and len(found) == 2 * PAGE_NAMES + 2
+    assert [entry.bytes for entry in found[:5]] == [0, 0, 0, 3, 0]
+    assert [entry.key for entry in peer.list("a/", after="a/08190")] == ["a/08191", "a/08192"]
+    assert not list(peer.list("c/"))
+    assert len(server._conversations) == 1, "each call took the connection of the one before"
+
+
+def test_a_connection_that_the_agent_has_closed_is_replaced(server: PeerServer, store: LocalStore, peer: Peer) -> None:
+    store.put("latest", b"1")
+    assert peer.size("latest") == 1
+    for conversation in list(server._conversations):
+        conversation.link.cut()
+    assert bytes(peer.get("latest", 1)) == b"1"
+
+
+@pytest.mark.parametrize("key", ["../x", ".x", "a//b", "/a", "a b", "a\r\nb: c", ""])
+def test_the_client_sends_no_text_that_is_no_key(server: PeerServer, key: str) -> None:
+    peer = Peer("n3", server.address, CREDENTIALS, 10)
+    for call in (lambda: peer.get(key, 1), lambda: peer.size(key), lambda: peer.delete(key),
+                 lambda: peer.put_if_absent(key, b""), lambda: list(peer.list(key + "/"))):  # fmt: skip
+        with pytest.raises(InvalidError, match="expected"):
+            call()
+    assert not server._conversations
+
+
+@pytest.mark.parametrize(
+    ("credentials", "found"),
+    [
+        (Credentials("run-8", SECRET), "has another run: found run-7; expected run-8"),
+        (Credentials(RUN, b"another"), "has another secret: found a proof that does not fit"),
+    ],
+)
+def test_ends_of_other_runs_name_the_node(server: PeerServer, credentials: Credentials, found: str) -> None:
+    with pytest.raises(InvalidError, match=rf"node n3 \(127\.0\.0\.1:\d+\): the agent {found}") as caught:
+        Peer("n3", server.address, credentials, 10).size("latest")
+    assert "another" not in repr(credentials)
+    assert SECRET.hex() not in str(caught.value)
+
+
+def test_an_agent_that_is_gone_is_unavailable_and_nothing_is_absent(server: PeerServer, peer: Peer) -> None:
+    with pytest.raises(MissingError):
+        peer.size("latest")
+    server.close()
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="node n3"):
+            peer.size("latest")
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "0", "::"])
+def test_every_address_is_refused(store: LocalStore, host: str) -> None:
+    with pytest.raises(InvalidError, match="every address of this node; expected the one for peers"):
+        PeerServer(store, CREDENTIALS, host)
+
+
+def test_a_port_in_use_and_a_foreign_address_are_refused(server: PeerServer, store: LocalStore) -> None:
+    host, port = server.address
+    with pytest.raises(InvalidError, match=rf"could not listen at {host}:{port} \(.*in use.*Choose another"):
+        PeerServer(store, CREDENTIALS, host, port)
+    with pytest.raises(InvalidError, match=r"could not listen at 192\.0\.2\.1:0"):
+        PeerServer(store, CREDENTIALS, "192.0.2.1")
+
+
+def test_the_port_is_free_after_the_end(server: PeerServer, store: LocalStore, peer: Peer) -> None:
+    store.put("latest", b"1")
+    assert peer.size("latest") == 1
+    server.close()
+    again = PeerServer(store, CREDENTIALS, *server.address)
+    assert peer.size("latest") == 1
+    again.close()
+
+
+def test_it_serves_ipv6(store: LocalStore) -> None:
+    store.put("latest", b"1")
+    try:
+        server = PeerServer(store, CREDENTIALS, "::1")
+    except InvalidError:
+        pytest.skip("this machine has no IPv6")
+    peer = Peer("n3", server.address, CREDENTIALS, 10)
+    assert peer.size("latest") == 1
+    peer.close()
+    server.close()
+
+
+def run(statement: str) -> str:
+    done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def test_without_h11_the_error_names_the_command() -> None:
+    for module in ("holdfast.agent.serving", "holdfast.backends.stores.peers.peer"):
+        printed = run(f"import sys; sys.modules['h11'] = None; import {module}")
+        assert "holdfast.errors.InvalidError: peers need the package h11" in printed
+        assert "pip install 'holdfast[agent]'" in printed
+
+
+def test_an_agent_needs_no_torch() -> None:
+    assert run("import sys, holdfast.agent.serving; print('torch' in sys.modules)") == "False\n"

@@ -1,0 +1,239 @@
+"""The client of an agent: bits flipped on the way, agents that lie, and agents that say nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.agent.serving import PeerServer
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.peers.peer import Peer
+from holdfast.base.wire.framing import PAGE_NAMES, Credentials, Exchange, Head, Session
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.settings import Settings
+
+CREDENTIALS = Credentials("run-7", bytes(range(32)))
+FLIPS = 300
+
+
+@contextmanager
+def listening(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    """Serve each connection by a function, one after the other."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                try:
+                    serve(connection)
+                except OSError:
+                    pass
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+class Flipping:
+    """Stands between both ends, and flips one bit of the bytes to the rank, or of those to the agent."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address, self.bit, self.is_to_rank, self.passed_bytes = address, -1, True, [0, 0]
+
+    def __call__(self, rank: socket.socket) -> None:
+        with socket.create_connection(self.address) as agent:
+            self.passed_bytes = [0, 0]
+            other = threading.Thread(target=self._carry, args=(rank, agent, False), daemon=True)
+            other.start()
+            self._carry(agent, rank, True)
+            other.join(10)
+
+    def _carry(self, source: socket.socket, target: socket.socket, is_to_rank: bool) -> None:
+        try:
+            while data := bytearray(source.recv(1 << 16)):
+                at = self.bit // 8 - self.passed_bytes[is_to_rank]
+                if is_to_rank == self.is_to_rank and 0 <= at < len(data):
+                    data[at] ^= 1 << self.bit % 8
+                self.passed_bytes[is_to_rank] += len(data)
+                target.sendall(data)
+        except OSError:
+            pass
+        for each in (source, target):
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "run", settings=Settings())
+
+
+def test_a_flipped_bit_of_an_answer_is_found_wherever_it_is(store: LocalStore) -> None:
+    content, chance = os.urandom(300), random.Random(7)
+    store.put("small", content)
+    with closing(PeerServer(store, CREDENTIALS, "127.0.0.1")) as server:
+        flipping = Flipping(server.address)
+        with listening(flipping) as address:
+            with closing(Peer("n3", address, CREDENTIALS, 10)) as peer:
+                assert bytes(peer.get("small", 300)) == content
+            answer_bytes = flipping.passed_bytes[True]
+            found = {}
+            for flipping.bit in sorted(chance.sample(range(8 * answer_bytes), FLIPS)):
+                with closing(Peer("n3", address, CREDENTIALS, 0.3)) as peer:
+                    try:
+                        got = bytes(peer.get("small", 300))
+                    except (UnavailableError, CorruptError, InvalidError) as error:
+                        assert str(error).startswith("node n3 ("), error
+                        found[flipping.bit] = type(error)
+                    else:
+                        assert got == content, flipping.bit
+    in_body = [bit for bit in found if bit >= 8 * (answer_bytes - 300)]
+    assert len(in_body) > 50 and {found[bit] for bit in in_body} == {CorruptError}
+    # Spaces, letters of either case and the text of a status mean the same to both ends.
+    assert len(found) > 0.9 * FLIPS
+
+
+def test_a_flipped_bit_of_a_request_stores_nothing_else(store: LocalStore) -> None:
+    content, chance = os.urandom(300), random.Random(8)
+    with closing(PeerServer(store, CREDENTIALS, "127.0.0.1")) as server:
+        flipping = Flipping(server.address)
+        flipping.is_to_rank = False
+        with listening(flipping) as address:
+            for flipping.bit in (-1, *sorted(chance.sample(range(8 * 850), FLIPS // 3))):
+                with closing(Peer("n3", address, CREDENTIALS, 0.3)) as peer:
+                    try:
+                        peer.put_if_absent("small", content)
+                    except CheckpointError as error:
+                        assert str(error).startswith("node n3 ("), error
+                        assert not list(store.list())
+                    else:
+                        assert [(entry.key, entry.bytes) for entry in store.list()] == [("small", 300)]
+                        assert store.get("small", 300) == content
+                        store.delete(["small"])
+
+
+def lying(
+    answers: list[tuple[Head, bytes]], *, number_off: int = 0, role: str = "agent", greeting: Head | None = None
+) -> Callable[[socket.socket], None]:
+    """Return an agent that knows the secret, and answers with these headers and bodies."""
+
+    def serve(connection: socket.socket) -> None:
+        session = None
+        for number, (head, body) in enumerate([(greeting or Head("200", {}), b""), *answers]):
+            exchange, request = Exchange("agent"), None
+            while request is None:
+                data = connection.recv(1 << 16)
+                if not data:
+                    return
+                request = exchange.receive(data)
+            fields = dict(head.fields)
+            if number == 0 and greeting is None:
+                fields = {"holdfast-version": "1", "holdfast-run": CREDENTIALS.run, "holdfast-nonce": "ab" * 32}
+                session = Session(CREDENTIALS, request.fields["holdfast-nonce"], "ab" * 32)
+            fields = {"content-length": str(len(body))} | fields
+            if session is not None:
+                off = number_off if number else 0
+                fields["holdfast-proof"] = session.proof(
+                    role if number else "agent", number + off, Head(head.line, fields)
+                )
+            connection.sendall(exchange.send(Head(head.line, fields)) + body)
+        connection.recv(1)
+
+    return serve
+
+
+def asked(serve: Callable[[socket.socket], None], call: Callable[[Peer], object], seconds: float = 5) -> object:
+    with listening(serve) as address, closing(Peer("n3", address, CREDENTIALS, seconds)) as peer:
+        return call(peer)
+
+
+def test_an_unproven_answer_is_not_taken_for_absent() -> None:
+    absent = [(Head("404", {}), b"absent")]
+    with pytest.raises(MissingError):
+        asked(lying(absent), lambda peer: peer.size("x"))
+    for wrong in ({"number_off": 1}, {"number_off": -1}, {"role": "rank"}):
+        with pytest.raises(UnavailableError, match="answer 404 without a proof of this connection"):
+            asked(lying(absent, **wrong), lambda peer: peer.size("x"))
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        lambda connection: time.sleep(0.8),
+        lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n") or time.sleep(0.8),
+        lambda connection: None,
+        lambda connection: connection.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"),
+        lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
+        lambda connection: connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n"),
+        lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70000),
+    ],
+)
+def test_what_is_no_agent_is_unavailable_in_time(serve: Callable[[socket.socket], None]) -> None:
+    begun = time.monotonic()
+    with pytest.raises((UnavailableError, InvalidError), match="node n3"):
+        asked(serve, lambda peer: peer.size("x"), 0.4)
+    assert time.monotonic() - begun < 3
+
+
+def test_an_agent_that_stops_within_a_body_is_unavailable() -> None:
+    answers = [(Head("206", {"content-length": "10"}), b"12345")]
+    with pytest.raises(UnavailableError, match=r"node n3 .*did not answer in time"):
+        asked(lying(answers), lambda peer: peer.read_into("x", 0, memoryview(bytearray(10))), 0.4)
+
+
+def test_a_body_of_another_length_is_corrupt() -> None:
+    for body in (b"123456789", b"12345678901"):
+        with pytest.raises(CorruptError, match=f"{len(body)} bytes; expected 10"):
+            asked(lying([(Head("206", {}), body)]), lambda peer: peer.read_into("x", 0, memoryview(bytearray(10))))
+    with pytest.raises(CorruptError, match="expected at most 10"):
+        asked(lying([(Head("200", {"content-length": str(1 << 60)}), b"")]), lambda peer: peer.get("x", 10))
+
+
+def test_an_agent_of_another_version_is_named() -> None:
+    other = Head("400", {"holdfast-version": "2", "holdfast-run": CREDENTIALS.run})
+    with pytest.raises(InvalidError, match=r"node n3 \(.*\): the agent has another version: found 2; expected 1"):
+        asked(lying([], greeting=other), lambda peer: peer.size("x"))
+
+
+PAGES = {
+    "no JSON": b"\x80\x04.",
+    "another type": b"[]",
+    "another field": b'{"names":[],"sizes":[],"has_more":false,"x":1}',
+    "a name above": b'{"names":["a/../b"],"sizes":[1],"has_more":false}',
+    "a name of another prefix": b'{"names":["b/x"],"sizes":[1],"has_more":false}',
+    "a name before": b'{"names":["a/a"],"sizes":[1],"has_more":false}',
+    "names out of order": b'{"names":["a/z","a/y"],"sizes":[1,1],"has_more":false}',
+    "a name twice": b'{"names":["a/z","a/z"],"sizes":[1,1],"has_more":false}',
+    "too few sizes": b'{"names":["a/x","a/y"],"sizes":[1],"has_more":false}',
+    "a negative size": b'{"names":["a/x"],"sizes":[-1],"has_more":false}',
+    "a size of a float": b'{"names":["a/x"],"sizes":[1.5],"has_more":false}',
+    "more of nothing": b'{"names":[],"sizes":[],"has_more":true}',
+    "too many names": str({"names": [f"a/x{n:05d}" for n in range(PAGE_NAMES + 1)], "sizes": [0] * (PAGE_NAMES + 1)})
+    .replace("'", '"').replace("}", ',"has_more":false}').encode(),
+    "deep": b"[" * 100000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_that_is_no_answer_is_refused(name: str) -> None:
+    with pytest.raises(CorruptError, match=r"node n3 .*page of names"):
+        asked(lying([(Head("200", {}), PAGES[name])]), lambda peer: list(peer.list("a/", after="a/b")))
