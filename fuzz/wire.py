@@ -54,14 +54,14 @@ def target(data: bytes) -> None:
 def page(data: bytes) -> None:
     """The JSON of a page of names under `a/`, behind `a/b`."""
     try:
-        entries, has_more = decode_page(data, "a/", "a/b")
+        entries, has_more = decode_page(data, "a/", "a/b", "here")
     except CorruptError as error:
         assert str(error).isprintable()
         return
     assert all(entry.key.startswith("a/") and entry.key > "a/b" and entry.bytes >= 0 for entry in entries)
     assert entries or not has_more
     again = encode_page(entries)
-    assert decode_page(again, "a/", "a/b") == (entries, False)
+    assert decode_page(again, "a/", "a/b", "here") == (entries, False)
 
 
 def seeds(name: str) -> list[bytes]:

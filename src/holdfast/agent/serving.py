@@ -165,7 +165,6 @@ class _Conversation:
         link.end_in(server.limits.proving_seconds)
         self.is_proven = False
         """Whether the peer has proven to know the secret."""
-        self._is_head_sent = False
         self._identity = {framing.WIRE_VERSION: framing.VERSION, framing.RUN: server.credentials.run}
 
     def run(self) -> None:
@@ -181,7 +180,7 @@ class _Conversation:
 
     def _answer(self) -> bool:
         """Answer one request; return whether another may follow."""
-        self._is_head_sent, line = False, ""
+        line = ""
         try:
             head = self.link.receive_head()
             line = head.line
@@ -194,8 +193,6 @@ class _Conversation:
             raise
         except CheckpointError as error:
             _log.debug("refused %s: %s", shown(line), error)
-            if self._is_head_sent:
-                return False
             self._refuse(line, error)
             return self.link.is_proven and self.link.owed_bytes == 0
 
@@ -205,8 +202,8 @@ class _Conversation:
             self.link.session = None  # Nothing is proven to a peer that has proven nothing.
             fields = self._identity
         body = b"" if line.startswith("HEAD ") else shown(str(error)).encode()
-        status = next(status for kind, status in framing.STATUS_OF.items() if isinstance(error, kind))
-        self._send_head(status, {**fields, LENGTH: str(len(body))}, more=bool(body))
+        status = next((status for kind, status in framing.STATUS_OF.items() if isinstance(error, kind)), "503")
+        self.link.send_head(Head(status, {**fields, LENGTH: str(len(body))}), more=bool(body))
         self.link.send(body)
 
     def _greet(self, head: Head) -> None:
@@ -218,7 +215,7 @@ class _Conversation:
                 raise InvalidError(f"{name}: found {shown(head.fields.get(name, ''))!r}; expected {expected!r}")
         own = new_nonce()
         self.link.session = framing.Session(self._server.credentials, nonce, own)
-        self._send_head(OK, {**self._identity, NONCE: own, LENGTH: "0"})
+        self.link.send_head(Head(OK, {**self._identity, NONCE: own, LENGTH: "0"}))
 
     def _serve(self, head: Head) -> None:
         if not self.link.is_proven:
@@ -240,7 +237,7 @@ class _Conversation:
                 self._store(key, head)
             else:
                 self._folder.delete([key])
-            self._send_head(OK, {LENGTH: "0"})
+            self.link.send_head(Head(OK, {LENGTH: "0"}))
         else:
             raise InvalidError(f"{shown(head.line)}; expected GET, HEAD, PUT or DELETE of a key, or GET of a prefix")
 
@@ -250,7 +247,7 @@ class _Conversation:
             fields, is_sent = {LENGTH: str(stop - start)}, method == "GET" and start < stop
             if method == "GET" and not key.endswith(PACK_SUFFIX):  # The digests in the index prove packs.
                 fields[DIGEST] = _digest_of(fd, start, stop, key)
-            self._send_head(OK if text is None else framing.PARTIAL, fields, more=is_sent)
+            self.link.send_head(Head(OK if text is None else framing.PARTIAL, fields), more=is_sent)
             if is_sent:
                 self.link.send_file(fd, start, stop)
 
@@ -261,7 +258,8 @@ class _Conversation:
         try:
             page = framing.encode_page(list(islice(self._folder.list(prefix, after=after), framing.PAGE_NAMES + 1)))
             self.link.end_in(seconds)  # Others wait for this memory.
-            self._send_head(OK, {LENGTH: str(len(page)), DIGEST: hashlib.sha256(page).hexdigest()}, more=True)
+            fields = {LENGTH: str(len(page)), DIGEST: hashlib.sha256(page).hexdigest()}
+            self.link.send_head(Head(OK, fields), more=True)
             self.link.send(page)
             self.link.end_in(math.inf)
         finally:
@@ -269,12 +267,10 @@ class _Conversation:
 
     def _store(self, key: str, head: Head) -> None:
         """Store a small object: received bytes go to a hidden file, which gets the name at the end."""
-        if head.fields.get(framing.IF_NONE_MATCH) != "*":
-            raise InvalidError(f"PUT of {key} without If-None-Match: *; no object is replaced")
-        if LENGTH not in head.fields or head.body_bytes > framing.SMALL_BYTES_MAX:
-            raise InvalidError(
-                f"PUT of {head.body_bytes} bytes at {key}; expected {LENGTH}, to {framing.SMALL_BYTES_MAX}"
-            )
+        is_new = head.fields.get(framing.IF_NONE_MATCH) == "*" and LENGTH in head.fields
+        if not is_new or head.body_bytes > framing.SMALL_BYTES_MAX:
+            expected = f"If-None-Match: * and a Content-Length to {framing.SMALL_BYTES_MAX}"
+            raise InvalidError(f"PUT of {key} with {shown(str(head.fields))}; expected {expected}")
 
         def receive(fd: int) -> None:
             if self.link.owed_bytes < head.body_bytes:
@@ -291,10 +287,6 @@ class _Conversation:
 
         self._folder.put_if_absent(key, receive)
 
-    def _send_head(self, status: str, fields: dict[str, str], *, more: bool = False) -> None:
-        self._is_head_sent = True
-        self.link.send_head(Head(status, fields), more=more)
-
 
 def _digest_of(fd: int, start: int, stop: int, key: str) -> str:
     summed, room = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, stop - start)))
@@ -309,9 +301,9 @@ def _digest_of(fd: int, start: int, stop: int, key: str) -> str:
 
 def _range_in(text: str, key: str, count: int) -> tuple[int, int]:
     match = _RANGE.fullmatch(text)
-    if match is None:
-        raise InvalidError(f"{key}: range {shown(text)}; expected bytes=FIRST-LAST")
-    start, stop = int(match[1]), int(match[2]) + 1
+    start, stop = (int(match[1]), int(match[2]) + 1) if match else (0, 0)
     if not start < stop <= count:
-        raise CorruptError(f"{key}: bytes [{start}, {stop}) of {count}; expected a range within. Read another copy")
+        raise CorruptError(
+            f"{key}: {shown(text)} of {count} bytes; expected bytes=FIRST-LAST within. Read another copy"
+        )
     return start, stop

@@ -84,7 +84,7 @@ def test_a_small_object_has_at_most_256_mib(store: LocalStore, count: int) -> No
         raw.greet()
         answer = raw.ask("PUT /large", put_fields(b"", **{"content-length": str(count)}), b"x")
         if count > SMALL_BYTES_MAX:
-            assert answer is not None and answer.status == 400 and b"to 268435456" in answer.body
+            assert answer is not None and answer.status == 400 and b"Content-Length to 268435456" in answer.body
         else:
             assert answer is None, "the agent waits for the rest, then closes"
         raw.socket.close()
@@ -154,6 +154,24 @@ def test_a_connection_is_closed_after_so_long_without_a_byte(store: LocalStore) 
         begun = time.monotonic()
         assert raw.is_closed(5)
         assert 0.3 < time.monotonic() - begun < 2
+        raw.socket.close()
+
+
+def test_a_peer_that_takes_no_answer_is_cut(store: LocalStore) -> None:
+    store.put(PACK, bytes(16 * MIB))
+    with closing(PeerServer(store, CREDENTIALS, "127.0.0.1", limits=Limits(idle_seconds=0.2))) as server:
+        raw = Raw(server.address[1])
+        raw.greet()
+        raw.send(raw.proven(f"GET /{PACK}", {"range": f"bytes=0-{16 * MIB - 1}"}))
+        begun = time.monotonic()
+        while server._conversations and time.monotonic() - begun < 10:
+            time.sleep(0.02)
+        # The kernel begins the wait anew for some parts of a file that it has begun to send.
+        assert 0.2 < time.monotonic() - begun < 5
+        count = 0
+        while data := raw.socket.recv(MIB):
+            count += len(data)
+        assert count < 16 * MIB
         raw.socket.close()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from holdfast.backends.stores.peers.peer import Peer
 from holdfast.base.wire.framing import PAGE_NAMES, Credentials
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, Settings
-from tests.unit.agent.conversing import PACK, RUN, SECRET
+from tests.unit.agent.conversing import PACK, RUN, SECRET, Raw, put_fields
 
 CREDENTIALS = Credentials(RUN, SECRET)
 
@@ -48,7 +50,7 @@ def test_a_pack_is_read_by_ranges_into_the_memory_of_the_caller(store: LocalStor
     for start, stop in ((0, 1), (7, 8 * MIB), (8 * MIB, len(content)), (1, 7)):
         peer.read_into(PACK, start, memoryview(memory)[start:stop])
     assert memory == content
-    with pytest.raises(CorruptError, match=r"node n3 .*bytes \[9437188, 9437190\) of 9437189"):
+    with pytest.raises(CorruptError, match=r"node n3 .*bytes=9437188-9437189 of 9437189 bytes"):
         peer.read_into(PACK, len(content) - 1, memoryview(bytearray(2)))
 
 
@@ -75,6 +77,38 @@ def test_a_larger_object_than_expected_is_not_taken(store: LocalStore, peer: Pee
     assert bytes(peer.get("latest", 5)) == b"12345"
 
 
+def test_an_object_whose_folder_goes_meanwhile_is_to_be_sent_again(store: LocalStore, server: PeerServer) -> None:
+    raw = Raw(server.address[1])
+    raw.greet()
+    raw.send(raw.proven("PUT /folder/new", put_fields(b"0123456789")) + b"01234")
+    for _ in range(200):
+        if os.path.isdir(f"{store.url}/folder") and os.listdir(f"{store.url}/folder"):
+            break
+        time.sleep(0.01)
+    store.delete(["folder/other"])
+    assert not os.path.exists(f"{store.url}/folder")
+    answer = raw.send(b"56789").answer()
+    assert answer is not None and answer.status == 503 and b"send the object again" in answer.body
+    answer = raw.ask("PUT /folder/new", put_fields(b"0123456789"), b"0123456789")
+    assert answer is not None and answer.status == 200
+    assert store.get("folder/new", 10) == b"0123456789"
+    raw.socket.close()
+
+
+def test_many_threads_share_a_peer(store: LocalStore, server: PeerServer, peer: Peer) -> None:
+    content = os.urandom(MIB)
+    store.put(PACK, content)
+
+    def read(number: int) -> bool:
+        memory, start = memoryview(bytearray(100_000)), number * 7_919
+        peer.read_into(PACK, start, memory)
+        return memory == content[start : start + 100_000]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(read, range(100)))
+    assert len(server._conversations) <= 8
+
+
 def test_no_pack_is_stored_or_removed(store: LocalStore, peer: Peer) -> None:
     store.put(PACK, b"pack")
     for call in (lambda: peer.put_if_absent("step-000000000008/0123456789abcdef/r00000.safetensors", b""),
@@ -85,16 +119,14 @@ def test_no_pack_is_stored_or_removed(store: LocalStore, peer: Peer) -> None:
 
 
 def test_names_come_by_pages_in_order(store: LocalStore, server: PeerServer, peer: Peer) -> None:
-    folder = Path(store.url) / "a"
-    folder.mkdir(parents=True)
-    for number in range(2 * PAGE_NAMES + 1):
-        (folder / f"{number:05d}").touch()
-    (folder / "00003").write_bytes(b"123")
+    store.put("a/00000", b"123")
     store.put("b", b"12")
+    for number in range(1, PAGE_NAMES + 1):
+        os.link(f"{store.url}/a/00000", f"{store.url}/a/{number:05d}")
     found = list(peer.list())
-    assert found == list(store.list()) and len(found) == 2 * PAGE_NAMES + 2
-    assert [entry.bytes for entry in found[:5]] == [0, 0, 0, 3, 0]
-    assert [entry.key for entry in peer.list("a/", after="a/08190")] == ["a/08191", "a/08192"]
+    assert found == list(store.list()) and len(found) == PAGE_NAMES + 2
+    assert [entry.bytes for entry in (found[0], *found[-2:])] == [3, 3, 2]
+    assert [entry.key for entry in peer.list("a/", after="a/04094")] == ["a/04095", "a/04096"]
     assert not list(peer.list("c/"))
     assert len(server._conversations) == 1, "each call took the connection of the one before"
 

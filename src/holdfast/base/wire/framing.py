@@ -11,15 +11,7 @@ import msgspec
 
 from holdfast.base.ports.keys import is_key, split_key, split_prefix
 from holdfast.base.ports.readable import StoreEntry
-from holdfast.errors import (
-    CheckpointError,
-    ConflictError,
-    CorruptError,
-    InvalidError,
-    MissingError,
-    UnavailableError,
-    printable,
-)
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, printable
 from holdfast.settings import KIB, MIB
 
 try:
@@ -49,14 +41,9 @@ DIGEST, NONCE, WIRE_VERSION, RUN = "holdfast-digest", "holdfast-nonce", "holdfas
 _FIELDS = {"host", LENGTH, RANGE, IF_NONE_MATCH, PROOF, DIGEST, NONCE, WIRE_VERSION, RUN}
 """All fields that a header may have. Anything that changes the framing, such as `transfer-encoding`, is refused."""
 
-STATUS_OF: dict[type[CheckpointError], str] = {
-    InvalidError: "400",
-    MissingError: "404",
-    ConflictError: "412",
-    CorruptError: "422",
-    UnavailableError: "503",
-}
-"""The status of each error. The body is the message."""
+_Errors = dict[type[CheckpointError], str]
+STATUS_OF: _Errors = {InvalidError: "400", MissingError: "404", ConflictError: "412", CorruptError: "422"}
+"""The status of each error; 503 of any other. The body is the message."""
 
 _MESSAGE_CHARACTERS_MAX = 1000
 
@@ -176,27 +163,27 @@ def encode_page(entries: list[StoreEntry]) -> bytes:
     )
 
 
-def decode_page(data: bytes | memoryview, prefix: str, after: str) -> tuple[list[StoreEntry], bool]:
+def decode_page(data: bytes | memoryview, prefix: str, after: str, where: str) -> tuple[list[StoreEntry], bool]:
     """Return the entries of a page, and whether there are more.
 
     Args:
         data: The JSON.
         prefix, after: The question: names that start with `prefix`, behind `after`.
+        where: The other end, for messages.
     Raises:
         CorruptError: The page is no answer to the question.
     """
+    where = f"{where}: page of names"
     try:
         page = msgspec.json.decode(data, type=_Page)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise CorruptError(f"page of names: {shown(str(error))}; expected names, sizes and has_more") from error
+        raise CorruptError(f"{where}: {shown(str(error))}; expected names, sizes and has_more") from error
     for before, name in pairwise([after, *page.names]):
         if name <= before or not name.startswith(prefix) or not is_key(name, split_key):
-            raise CorruptError(
-                f"page of names: {shown(name)!r}; expected a key behind {before!r} with {prefix!r} first"
-            )
+            raise CorruptError(f"{where}: {shown(name)!r}; expected a key behind {before!r} with {prefix!r} first")
     count = len(page.names)
     if count != len(page.sizes) or count > PAGE_NAMES or count < page.has_more or min(page.sizes, default=0) < 0:
-        raise CorruptError(f"page of names: {count} names, {len(page.sizes)} sizes; expected as many, to {PAGE_NAMES}")
+        raise CorruptError(f"{where}: {count} names, {len(page.sizes)} sizes; expected as many, to {PAGE_NAMES}")
     return [StoreEntry(name, size) for name, size in zip(page.names, page.sizes, strict=True)], page.has_more
 
 

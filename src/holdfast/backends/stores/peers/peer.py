@@ -12,12 +12,12 @@ from holdfast.base.ports.temporary import TemporaryError
 from holdfast.base.wire import framing
 from holdfast.base.wire.framing import DIGEST, LENGTH, NONCE, OK, SMALL_BYTES_MAX, Credentials, Head, shown
 from holdfast.base.wire.link import Link, LinkCut, new_nonce
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, UnavailableError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError
 
 _LAST_WORD_SECONDS = 1.0
 """Wait for the answer of an agent that takes no more of a request: the agent may have said the reason."""
 
-_ERROR_OF = {status: kind for kind, status in framing.STATUS_OF.items()} | {"503": TemporaryError}
+_ERROR_OF = {status: kind for kind, status in framing.STATUS_OF.items()}
 
 
 Room = memoryview | int
@@ -79,10 +79,7 @@ class Peer:
         while has_more:
             target = f"/{prefix}?after={after}" if after else f"/{prefix}"
             page = self._ask(f"GET {target}", OK, room=framing.PAGE_BYTES_MAX)[1]
-            try:
-                entries, has_more = framing.decode_page(page, prefix, after)
-            except CorruptError as error:
-                raise CorruptError(f"{self.where}: {error}") from error
+            entries, has_more = framing.decode_page(page, prefix, after, self.where)
             yield from entries
             after = entries[-1].key if has_more else ""
 
@@ -177,7 +174,7 @@ class Peer:
         room = memoryview(bytearray(min(link.owed_bytes, framing.HEADER_BYTES_MAX)))
         link.receive_into(room)
         text = shown(bytes(room).decode("utf-8", "replace")) or f"refused, status {answer.line}"
-        return _ERROR_OF.get(answer.line, UnavailableError)(f"{self.where}: {line}: {text}")
+        return _ERROR_OF.get(answer.line, TemporaryError)(f"{self.where}: {line}: {text}")
 
     def _connected(self) -> Link:
         """Return a new connection to an agent that has the same version, run and secret.

@@ -178,8 +178,8 @@ def test_an_unproven_answer_is_not_taken_for_absent() -> None:
 @pytest.mark.parametrize(
     "serve",
     [
-        lambda connection: time.sleep(0.8),
-        lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n") or time.sleep(0.8),
+        lambda connection: time.sleep(0.4),
+        lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\n") or time.sleep(0.4),
         lambda connection: None,
         lambda connection: connection.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"),
         lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
@@ -190,7 +190,7 @@ def test_an_unproven_answer_is_not_taken_for_absent() -> None:
 def test_what_is_no_agent_is_unavailable_in_time(serve: Callable[[socket.socket], None]) -> None:
     begun = time.monotonic()
     with pytest.raises((UnavailableError, InvalidError), match="node n3"):
-        asked(serve, lambda peer: peer.size("x"), 0.4)
+        asked(serve, lambda peer: peer.size("x"), 0.2)
     assert time.monotonic() - begun < 3
 
 
