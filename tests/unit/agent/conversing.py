@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from tempfile import TemporaryFile
+from typing import IO, NamedTuple
 
 from holdfast.settings import MIB
 
@@ -131,9 +132,10 @@ def put_fields(data: bytes, **changed: str) -> dict[str, str]:
 class AgentProcess:
     """An agent whose memory can be looked at."""
 
-    def __init__(self, folder: Path, proving_seconds: float, idle_seconds: float) -> None:
+    def __init__(self, folder: Path, proving_seconds: float, idle_seconds: float, printed: IO[bytes]) -> None:
         command = [sys.executable, "-c", _PROGRAM, str(folder), str(proving_seconds), str(idle_seconds), RUN]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self._printed, pipe = printed, subprocess.PIPE  # A pipe of the log that is full would stop the agent.
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=printed)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(SECRET)
         self.process.stdin.flush()
@@ -153,18 +155,23 @@ class AgentProcess:
 
     def end(self) -> str:
         """End the agent; return all that it has printed."""
-        out, errors = self.process.communicate(timeout=30)
-        return (out + errors).decode("utf-8", "replace")
+        out, _ = self.process.communicate(timeout=30)
+        self._printed.seek(0)
+        return (out + self._printed.read()).decode("utf-8", "replace")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 @contextmanager
 def agent_process(folder: Path, proving_seconds: float, idle_seconds: float) -> Iterator[AgentProcess]:
-    agent = AgentProcess(folder, proving_seconds, idle_seconds)
-    try:
-        yield agent
-    finally:
-        agent.process.kill()
-        agent.process.wait()
-        for pipe in (agent.process.stdin, agent.process.stdout, agent.process.stderr):
-            assert pipe is not None
-            pipe.close()
+    with TemporaryFile() as printed:
+        agent = AgentProcess(folder, proving_seconds, idle_seconds, printed)
+        try:
+            yield agent
+        finally:
+            agent.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -149,18 +149,19 @@ class Session:
         return hmac.compare_digest(given, self.proof(role, number, head).encode())
 
 
+_Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
 class _Page(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    names: list[str]
-    sizes: list[int]
+    entries: Annotated[list[tuple[str, _Size]], msgspec.Meta(max_length=PAGE_NAMES)]
+    """Names with sizes."""
     has_more: bool
 
 
 def encode_page(entries: list[StoreEntry]) -> bytes:
     """Return the JSON of at most `PAGE_NAMES` entries; one more says that there are more."""
-    page = entries[:PAGE_NAMES]
-    return msgspec.json.encode(
-        _Page([entry.key for entry in page], [entry.bytes for entry in page], len(entries) > PAGE_NAMES)
-    )
+    page = [(entry.key, entry.bytes) for entry in entries[:PAGE_NAMES]]
+    return msgspec.json.encode(_Page(page, len(entries) > PAGE_NAMES))
 
 
 def decode_page(data: bytes | memoryview, prefix: str, after: str, where: str) -> tuple[list[StoreEntry], bool]:
@@ -177,14 +178,13 @@ def decode_page(data: bytes | memoryview, prefix: str, after: str, where: str) -
     try:
         page = msgspec.json.decode(data, type=_Page)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise CorruptError(f"{where}: {shown(str(error))}; expected names, sizes and has_more") from error
-    for before, name in pairwise([after, *page.names]):
+        raise CorruptError(f"{where}: {shown(str(error))}; expected entries and has_more") from error
+    for before, name in pairwise([after, *(name for name, _ in page.entries)]):
         if name <= before or not name.startswith(prefix) or not is_key(name, split_key):
             raise CorruptError(f"{where}: {shown(name)!r}; expected a key behind {before!r} with {prefix!r} first")
-    count = len(page.names)
-    if count != len(page.sizes) or count > PAGE_NAMES or count < page.has_more or min(page.sizes, default=0) < 0:
-        raise CorruptError(f"{where}: {count} names, {len(page.sizes)} sizes; expected as many, to {PAGE_NAMES}")
-    return [StoreEntry(name, size) for name, size in zip(page.names, page.sizes, strict=True)], page.has_more
+    if page.has_more and not page.entries:
+        raise CorruptError(f"{where}: no name, and more to come; expected at least one name")
+    return [StoreEntry(name, size) for name, size in page.entries], page.has_more
 
 
 def target_in(text: str) -> tuple[str, str, str]:

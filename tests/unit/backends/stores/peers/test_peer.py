@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -16,6 +17,7 @@ import pytest
 from holdfast.agent.serving import PeerServer
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.peers.peer import Peer
+from holdfast.base.ports.readable import StoreEntry
 from holdfast.base.wire.framing import PAGE_NAMES, Credentials, Exchange, Head, Session
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import Settings
@@ -214,23 +216,37 @@ def test_an_agent_of_another_version_is_named() -> None:
         asked(lying([], greeting=other), lambda peer: peer.size("x"))
 
 
+def page_of(*entries: object, more: str = "false") -> bytes:
+    return f'{{"entries":{json.dumps(entries)},"has_more":{more}}}'.encode()
+
+
 PAGES = {
     "no JSON": b"\x80\x04.",
     "another type": b"[]",
-    "another field": b'{"names":[],"sizes":[],"has_more":false,"x":1}',
-    "a name above": b'{"names":["a/../b"],"sizes":[1],"has_more":false}',
-    "a name of another prefix": b'{"names":["b/x"],"sizes":[1],"has_more":false}',
-    "a name before": b'{"names":["a/a"],"sizes":[1],"has_more":false}',
-    "names out of order": b'{"names":["a/z","a/y"],"sizes":[1,1],"has_more":false}',
-    "a name twice": b'{"names":["a/z","a/z"],"sizes":[1,1],"has_more":false}',
-    "too few sizes": b'{"names":["a/x","a/y"],"sizes":[1],"has_more":false}',
-    "a negative size": b'{"names":["a/x"],"sizes":[-1],"has_more":false}',
-    "a size of a float": b'{"names":["a/x"],"sizes":[1.5],"has_more":false}',
-    "more of nothing": b'{"names":[],"sizes":[],"has_more":true}',
-    "too many names": str({"names": [f"a/x{n:05d}" for n in range(PAGE_NAMES + 1)], "sizes": [0] * (PAGE_NAMES + 1)})
-    .replace("'", '"').replace("}", ',"has_more":false}').encode(),
-    "deep": b"[" * 100000,
-}  # fmt: skip
+    "another field": page_of().replace(b"}", b',"x":1}'),
+    "no entries": b'{"has_more":false}',
+    "a name above": page_of(("a/../b", 1)),
+    "a hidden name": page_of(("a/.x", 1)),
+    "a name of another prefix": page_of(("b/x", 1)),
+    "a name before": page_of(("a/a", 1)),
+    "the name of the question": page_of(("a/b", 1)),
+    "names out of order": page_of(("a/z", 1), ("a/y", 1)),
+    "a name twice": page_of(("a/z", 1), ("a/z", 1)),
+    "a name without a size": page_of(("a/x", 1), ("a/y",)),
+    "a name with more": page_of(("a/x", 1, 1)),
+    "a negative size": page_of(("a/x", -1)),
+    "a size of a float": page_of(("a/x", 1.5)),
+    "a size of 200 bits": page_of(("a/x", 1 << 200)),
+    "more of nothing": page_of(more="true"),
+    "too many names": page_of(*((f"a/x{number:05d}", 0) for number in range(PAGE_NAMES + 1))),
+    "deep": b"[" * 100_000,
+}
+
+
+def test_a_page_is_taken_as_it_is() -> None:
+    pages = [(Head("200", {}), page_of(("a/c", 3), more="true")), (Head("200", {}), page_of(("a/d", 1 << 40)))]
+    found = asked(lying(pages), lambda peer: list(peer.list("a/", after="a/b")))
+    assert found == [StoreEntry("a/c", 3), StoreEntry("a/d", 1 << 40)]
 
 
 @pytest.mark.parametrize("name", PAGES)
