@@ -95,6 +95,16 @@ def test_an_object_whose_folder_goes_meanwhile_is_to_be_sent_again(store: LocalS
     raw.socket.close()
 
 
+def test_the_agent_proves_nothing_to_a_peer_that_has_proven_nothing(server: PeerServer) -> None:
+    """A request that a flipped bit changed is refused without a proof, so the rank tries again."""
+    raw = Raw(server.address[1])
+    greeting = raw.greet()
+    assert greeting is not None and "holdfast-proof" in greeting.fields
+    answer = raw.send(raw.proven("GET /small").replace(b"/small", b"/smell")).answer()
+    assert answer is not None and answer.status == 400 and "holdfast-proof" not in answer.fields
+    raw.socket.close()
+
+
 def test_many_threads_share_a_peer(store: LocalStore, server: PeerServer, peer: Peer) -> None:
     content = os.urandom(MIB)
     store.put(PACK, content)
