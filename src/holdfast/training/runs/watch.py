@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import cast
 
 from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
@@ -21,6 +20,7 @@ from holdfast.stored.repository.near_tier import NEAR_FOLDER, read_near
 from holdfast.stored.repository.reports import REPORTS_FOLDER, reports_in
 from holdfast.stored.repository.two_roots import TwoRoots, places_of
 from holdfast.training.runs.listing import RunRecord, StepRecord, run_record
+from holdfast.training.runs.remembered_reads import RememberedReads
 from holdfast.training.runs.tiers.agent_files import AgentStatus, read_status
 from holdfast.training.telemetry.alerts import WINDOW_MAX, Alert, AlertRules, Situation, StepFact, alerts_of
 from holdfast.training.telemetry.event_lines import EventLines
@@ -31,7 +31,6 @@ _MOVING = (names.SUPERSEDED_FOLDER, timeline_records.TIMELINES_FOLDER, names.EPO
 
 _STEPS_LOOKED_AT, _UNFINISHED_LOOKED_AT, _RECENT = 3, 64, 64
 _REPORTS_AWAITED_SECONDS = 600.0
-_REMEMBERED_BYTES_MAX = 64 << 20
 _RANKS_KEPT = 1024
 """Of a save on more ranks, the extremes alone are kept once five newer saves are there."""
 
@@ -71,51 +70,6 @@ class UnderWay:
 
     told_by: str
     """The source of these facts."""
-
-
-class RememberedReads:
-    """A root that is only read. A writer never changes a manifest, so a manifest is remembered until `forget`."""
-
-    def __init__(self, store: Store) -> None:
-        """Do no I/O."""
-        self._store = store
-        self._manifests: dict[str, bytes] = {}
-        self._room = _REMEMBERED_BYTES_MAX
-
-    def __getattr__(self, name: str) -> object:
-        """Return everything but `get` from the store."""
-        return getattr(self._store, name)
-
-    @property
-    def as_store(self) -> Store:
-        """The same object, for callers that take a store."""
-        return cast(Store, self)
-
-    def forget(self, steps: Iterable[int] | None) -> None:
-        """Forget the manifests of some steps; None: all manifests."""
-        for key in [*self._manifests] if steps is None else map(names.manifest_key, steps):
-            self._drop(key)
-
-    def forget_absent(self) -> None:
-        """Forget the manifests that were removed, one request for each: the folder of a step may stay."""
-        for key in [*self._manifests]:
-            if not exists(self.as_store, key):
-                self._drop(key)
-
-    def _drop(self, key: str) -> None:
-        self._room += len(self._manifests.pop(key, b""))
-
-    def get(self, key: str, bytes_max: int) -> bytes:
-        """Return a small object whole."""
-        data = self._manifests.get(key)
-        if data is None:
-            data = self._store.get(key, bytes_max)
-            if key.endswith("/" + names.MANIFEST_FILE) or key.startswith(names.SUPERSEDED_FOLDER):
-                self._manifests[key] = data
-                self._room -= len(data)
-            while self._room < 0:
-                self._drop(next(iter(self._manifests)))
-        return data
 
 
 class RunWatch:
