@@ -143,20 +143,20 @@ def may_learn(own: Mark, offered: Mark) -> bool:
     return offered > own and (own != NO_MARK or offered[1] == 0)
 
 
-def put_outcome(mine: Kept, answers: Sequence[Answer], keepers: int) -> PutOutcome:
+def put_outcome(mine: object, answers: Sequence[object], keepers: int) -> PutOutcome:
     """Return the outcome of a put-if-absent.
 
     The writer asks in roster order, until a keeper has another manifest of the step or a newer mark.
 
     Args:
-        mine: The manifest.
+        mine: The manifest, or another object that is put at one key.
         answers: One per keeper that was asked; `SILENT` for a keeper that was not reached.
         keepers: Keepers of the roster, asked or not.
     """
     stored = answers.count(mine)
     if stored >= quorum(keepers) and NoManifest.NEWER not in answers:
         return PutOutcome.STORED
-    was_first = any(each is NoManifest.NEWER or (isinstance(each, Kept) and each != mine) for each in answers)
+    was_first = any(each not in (mine, NoManifest.SILENT, NoManifest.BEHIND, NoManifest.ABSENT) for each in answers)
     is_certain = was_first and not stored and NoManifest.SILENT not in answers
     return PutOutcome.CONFLICT if is_certain else PutOutcome.UNKNOWN
 

@@ -1,0 +1,384 @@
+"""The folders of all nodes of a job as one store: the near tier of a run in the memory of its nodes.
+
+A rank writes its packs into the folder of its own node. A small object goes to the keepers, and is stored once two of
+them have it, or the only one. A read asks the own folder, then the keepers, then all other nodes. A pack of a lost node
+is read as the XOR of ranges that the other nodes of its group hold (`parity_files.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from holdfast.base.ports.ranges import check_ranges
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry
+from holdfast.base.ports.store import Store, Upload
+from holdfast.core.engine.buffers import allocate_aligned
+from holdfast.core.engine.parallel_map import ordered_parallel_map
+from holdfast.core.format.names import is_pack_name
+from holdfast.core.plan.keepers import NoManifest, PutOutcome, put_outcome, quorum
+from holdfast.core.plan.parity import ParityInput
+from holdfast.errors import CheckpointError, ConflictError, MissingError, UnavailableError, first_three
+from holdfast.stored.peers.parity_files import (
+    PARITY_FOLDER,
+    WINDOW_BYTES,
+    ParityTable,
+    attempt_of,
+    packs_at,
+    parity_keys,
+    read_table,
+    xor_windows,
+)
+from holdfast.stored.repository.publish import holds
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """Where the packs of an attempt are."""
+
+    holders: Mapping[str, str]
+    """The node of each pack that is there."""
+
+    tables: Mapping[str, ParityTable]
+    """The table of each node that keeps parity."""
+
+    silent: Sequence[str]
+    """Nodes that did not answer."""
+
+    def group_of(self, key: str) -> tuple[int, Mapping[int, tuple[str, ParityTable]]] | None:
+        """Return the number of the node that had a pack, and by number the nodes with parity of its group."""
+        for table in self.tables.values():
+            for number, packs in enumerate(table.packs):
+                if key in packs:
+                    same = ((name, each) for name, each in self.tables.items() if each.packs == table.packs)
+                    return number, {each.number: (name, each) for name, each in same}
+        return None
+
+
+class _TakerError(Exception):
+    """The caller of a read could not take a range."""
+
+
+class PeerStore(Store):
+    """The folders of all nodes. Any thread may make any call."""
+
+    def __init__(self, url: str, nodes: Mapping[str, Store], own: str, keepers: Sequence[str]) -> None:
+        """Do no I/O.
+
+        Args:
+            url: Names the store for people.
+            nodes: The folder of each node of the roster, by name.
+            own: The node of this rank.
+            keepers: Nodes that hold the small objects, in the order in which they are asked.
+        """
+        self.url, self._nodes, self._own, self._keepers = url, nodes, nodes[own], keepers
+        self.traits = replace(self._own.traits, maps_files=False)
+        self._near = [*dict.fromkeys((own, *keepers))]
+        """The nodes that are asked first."""
+        self._attempts: dict[str, _Attempt] = {}
+        """Attempts whose packs were looked for on other nodes: the packs of a committed attempt never move."""
+        self._told: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------------- reads
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object."""
+        return self._first(key, lambda store: store.size(key), partial(self._lost_bytes, key))
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole."""
+        return self._first(key, lambda store: store.get(key, bytes_max), None)
+
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of one object; of a pack of a lost node, through parity."""
+        given = 0
+
+        def read(store: Store) -> None:
+            first = given  # An earlier node may have died in between.
+
+            def hand_on(number: int, view: memoryview) -> None:
+                nonlocal given
+                assert on_range is not None, "else there is no call"
+                given += 1
+                try:
+                    on_range(first + number, view)
+                except CheckpointError as error:  # No answer of a node, so no other node is asked.
+                    raise _TakerError from error
+
+            store.read_into(key, ranges[first:], buffers[first:], None if on_range is None else hand_on)
+
+        def rebuild(attempt: _Attempt) -> None:
+            check_ranges(f"{self.url}/{key}", self._lost_bytes(key, attempt), ranges, buffers)
+            for number in range(given, len(ranges)):
+                self._rebuild(attempt, key, *ranges[number], buffers[number])
+                if on_range is not None:
+                    on_range(number, buffers[number])
+
+        try:
+            self._first(key, read, rebuild)
+        except _TakerError as error:
+            assert error.__cause__ is not None, "raised from an error"
+            raise error.__cause__ from None
+
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
+        """Read the bytes of a pack that the memory of the own node has; 0 of any other object."""
+        if _is_pack(key):
+            with suppress(MissingError):
+                return self._own.get_cached(key, start, buffers, on_bytes)
+        return super().get_cached(key, start, buffers)
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names of the folders under a prefix, on any node that answers."""
+        self.require_prefix(prefix)
+        found = {name for names in self._of_all(lambda store: store.folders(prefix)) for name in names}
+        return sorted(found if prefix else found - {PARITY_FOLDER[:-1]})
+
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
+        """Yield every object under a prefix, on any node that answers. A lost pack is not listed."""
+        self.require_prefix(prefix)
+        listings = self._of_all(lambda store: [*store.list(prefix, after=after, up_to=up_to)])
+        found = {entry.key: entry for entries in listings for entry in entries}
+        return (found[key] for key in sorted(found) if not key.startswith(PARITY_FOLDER))
+
+    def identity(self, key: str) -> str:
+        """Return a text that the keys of one object share."""
+        return self._first(key, lambda store: f"{store.url} {store.identity(key)}", None)
+
+    def free_bytes(self) -> int | None:
+        """Return the free space of the own node."""
+        return self._own.free_bytes()
+
+    # ------------------------------------------------------------------------------------------------ writes
+
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
+        """Begin a pack in the folder of the own node, or a small object."""
+        if not _is_pack(key):
+            return super().upload(key, bytes_max, part_bytes)
+        return self._own.upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
+
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        """Store a small object whole on the keepers, replacing an older one."""
+        self.require_key(key)
+        self._on_keepers(key, lambda store: store.put(key, data, durable=durable), data)
+
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
+        """Store a small object whole on the keepers, unless the first of them that answers has another one.
+
+        Raises:
+            ConflictError: Another object is there; nothing was stored.
+            UnavailableError: Too few keepers answered, or a later keeper has another object: it may be stored or not.
+        """
+        self.require_key(key)
+        self._on_keepers(key, lambda store: store.put_if_absent(key, data), data)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects from every node, and the parity of each attempt of which an object goes."""
+        listed = [*keys]
+        for key in listed:
+            self.require_key(key)
+        attempts = dict.fromkeys(attempt for key in listed if (attempt := attempt_of(key)) is not None)
+        for attempt in attempts:
+            self._attempts.pop(attempt, None)
+        gone = [*listed, *(key for attempt in attempts for key in parity_keys(attempt))]
+        answers = self._answers(self._nodes, lambda store: store.delete(gone))
+        self._require_all(answers, "may still have objects that were removed")
+
+    def move(self, key: str, new_key: str) -> None:
+        """Give an object another key, on each node that has the object."""
+
+        def moved(store: Store) -> bool:
+            with suppress(MissingError):
+                store.move(key, new_key)
+                return True
+            return False
+
+        answers = self._answers(self._nodes, moved)
+        self._require_all(answers, f"may still have {key}")
+        if not any(answer is True for answer in answers.values()):
+            raise MissingError(f"{self.url}/{key}: no such object on any node")
+
+    def sync(self, prefix: str) -> None:
+        """Make durable the names of packs in a folder of the own node. A small object is durable on its keepers."""
+        self.require_prefix(prefix)
+        if any(self._own.list(prefix)):
+            self._own.sync(prefix)
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _first(
+        self, key: str, call: Callable[[Store], _Result], rebuild: Callable[[_Attempt], _Result] | None
+    ) -> _Result:
+        """Return the answer of the first node that has an object; of a lost pack that of `rebuild`."""
+        self.require_key(key)
+        if _is_pack(key):
+            return self._of_pack(key, call, rebuild)
+        silent = set[str]()
+        for name in self._near:
+            try:
+                return call(self._nodes[name])
+            except MissingError:
+                continue
+            except UnavailableError as error:
+                silent.add(name)
+                self._tell(name, error)
+        others = {name: store for name, store in self._nodes.items() if name not in self._near}
+        # An object of an earlier job lies on the keepers of that job.
+        for name, answer in self._answers(others, lambda store: store.size(key)).items():
+            if isinstance(answer, int):
+                return call(self._nodes[name])
+        if len({*self._keepers} - silent) < quorum(len(self._keepers)):
+            raise UnavailableError(
+                f"{self.url}/{key}: keepers {sorted(silent)} do not answer; expected {quorum(len(self._keepers))} of "
+                f"{len(self._keepers)}. Start their agents again, or read from the root"
+            )
+        raise MissingError(f"{self.url}/{key}: no such object on any node")
+
+    def _of_pack(
+        self,
+        key: str,
+        call: Callable[[Store], _Result],
+        rebuild: Callable[[_Attempt], _Result] | None,
+    ) -> _Result:
+        attempt = attempt_of(key) or ""
+        with suppress(MissingError):
+            return call(self._own)
+        for is_new in (attempt not in self._attempts, True):
+            found = self._look_for(attempt) if is_new else self._attempts[attempt]
+            if (holder := found.holders.get(key)) is not None:
+                with suppress(MissingError, UnavailableError):  # The node was lost since, or the step collected.
+                    return call(self._nodes[holder])
+            elif is_new:
+                break
+        if rebuild is not None and found.group_of(key) is not None:
+            return rebuild(found)
+        if found.silent:
+            raise UnavailableError(
+                f"{self.url}/{key}: nodes {sorted(found.silent)} do not answer, and no parity has the pack; expected "
+                "an answer. Start their agents again, or read from the root"
+            )
+        raise MissingError(f"{self.url}/{key}: no such pack on any node")
+
+    def _look_for(self, attempt: str) -> _Attempt:
+        def look(store: Store) -> tuple[dict[str, int], ParityTable | None]:
+            table = None
+            with suppress(MissingError):
+                table = read_table(store, attempt)
+            return packs_at(store, attempt), table
+
+        holders, tables, silent = dict[str, str](), dict[str, ParityTable](), list[str]()
+        for name, answer in self._answers(self._nodes, look).items():
+            if isinstance(answer, CheckpointError):
+                silent.append(name)
+                continue
+            holders |= dict.fromkeys(answer[0], name)
+            if answer[1] is not None:
+                tables[name] = answer[1]
+        found = self._attempts[attempt] = _Attempt(holders, tables, silent)
+        return found
+
+    def _lost_bytes(self, key: str, attempt: _Attempt) -> int:
+        number, group = attempt.group_of(key) or (0, {})
+        return next(table.packs[number][key] for _, table in group.values())
+
+    def _rebuild(self, attempt: _Attempt, key: str, start: int, stop: int, buffer: memoryview) -> None:
+        """Fill a buffer with a range of a pack of a lost node."""
+        number, group = attempt.group_of(key) or (0, {})
+        table = next(table for _, table in group.values())
+        lost = [
+            at for at, packs in enumerate(table.packs) if any(packs[each] for each in packs.keys() - attempt.holders)
+        ]
+        inputs = table.stripe.rebuild(number, key, start, stop, lost)
+        if absent := {each.member for each in inputs if each.key is None} - group.keys():
+            raise UnavailableError(
+                f"{self.url}/{key}: nodes {sorted(table.nodes[each] for each in absent)} have no parity of the pack; "
+                "expected parity on each other node of the group. Read the step from the root"
+            )
+
+        def read(each: ParityInput, part: memoryview) -> None:
+            at = parity_keys(attempt_of(key) or "")[1] if each.key is None else each.key
+            node = group[each.member][0] if each.key is None else attempt.holders[at]
+            self._nodes[node].read_into(at, [(each.start, each.stop)], [part])
+
+        self._tell(table.nodes[number], None)
+        target = buffer.cast("B") if buffer.nbytes else buffer
+        memory = allocate_aligned(min(max(stop - start, 1), WINDOW_BYTES))
+        for at, part in xor_windows(inputs, stop - start, memory, read):
+            target[at : at + part.nbytes] = part
+
+    def _on_keepers(self, key: str, put: Callable[[Store], None], data: bytes) -> None:
+        """Store an object on the keepers, in their order, up to one that has another object."""
+        answers: list[object] = []
+        for name in self._keepers:
+            try:
+                put(self._nodes[name])
+                answers.append(data)
+            except ConflictError:
+                answers.append(data if holds(self._nodes[name], key, data) else None)
+            except UnavailableError as error:
+                answers.append(NoManifest.SILENT)
+                self._tell(name, error)
+            if answers[-1] is None:
+                break
+        outcome, where = put_outcome(data, answers, len(self._keepers)), f"{self.url}/{key}"
+        if outcome is PutOutcome.CONFLICT:
+            raise ConflictError(f"{where}: a keeper has another object there; nothing was stored")
+        if outcome is not PutOutcome.STORED:
+            raise UnavailableError(
+                f"{where}: {answers.count(data)} of keepers {[*self._keepers]} have stored the object; expected "
+                f"{quorum(len(self._keepers))}. The object may count or not. Start the agents of the others, and put "
+                "the object again"
+            )
+
+    def _of_all(self, call: Callable[[Store], _Result]) -> Sequence[_Result]:
+        """Return the answers of the nodes that answer, of which enough are keepers to know of each small object."""
+        answers = self._answers(self._nodes, call)
+        silent = {name for name, answer in answers.items() if isinstance(answer, CheckpointError)}
+        if len({*self._keepers} - silent) < quorum(len(self._keepers)):
+            self._require_all(answers, "may have objects that no other node has")
+        return [answer for answer in answers.values() if not isinstance(answer, CheckpointError)]
+
+    def _answers(
+        self, nodes: Mapping[str, Store], call: Callable[[Store], _Result]
+    ) -> dict[str, _Result | CheckpointError]:
+        """Return the answer of each node; for one that does not answer, the error."""
+
+        def ask(name: str) -> _Result | CheckpointError:
+            try:
+                return call(nodes[name])
+            except MissingError as error:
+                return error
+            except UnavailableError as error:
+                self._tell(name, error)
+                return error
+
+        return dict(zip(nodes, ordered_parallel_map(ask, nodes), strict=True))
+
+    def _require_all(self, answers: Mapping[str, object], consequence: str) -> None:
+        silent = [name for name, answer in answers.items() if isinstance(answer, UnavailableError)]
+        if silent:
+            raise UnavailableError(
+                f"{self.url}: nodes [{first_three(silent)}] do not answer, and {consequence}; expected an "
+                f"answer. Start their agents again: {answers[silent[0]]}"
+            )
+
+    def _tell(self, name: str, error: CheckpointError | None) -> None:
+        """Tell once of a node that does not answer, or whose packs are read through parity."""
+        if name not in self._told:
+            self._told.add(name)
+            why = "is lost: its packs are read through the parity of its group" if error is None else f"silent: {error}"
+            logger.warning("%s: node %s %s", self.url, name, why)
+
+
+def _is_pack(key: str) -> bool:
+    attempt = attempt_of(key)
+    return attempt is not None and is_pack_name(key.removeprefix(attempt))

@@ -1,0 +1,250 @@
+"""The folders of several nodes as one store, with nodes that are lost or silent."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.ports.store import Store
+from holdfast.errors import ConflictError, CorruptError, MissingError, UnavailableError
+from holdfast.settings import Settings
+from holdfast.stored.peers.parity_files import parity_keys, protect
+from holdfast.stored.peers.union import PeerStore
+from holdfast.testing.store import StoreSuite
+
+ATTEMPT = "step-000000000020/0123456789abcdef/"
+PART = 1 << 16
+CALLS = {"get", "size", "list", "folders", "read_into", "put", "put_if_absent", "delete", "move"}
+
+
+class SilentStore(LocalStore):
+    """The folder of a node that does not answer while it is silent."""
+
+    is_silent = False
+
+    def __getattribute__(self, name: str) -> object:
+        if name in CALLS and object.__getattribute__(self, "is_silent"):
+            raise UnavailableError(f"{object.__getattribute__(self, 'url')}: no answer within 10 s. Start the agent")
+        return super().__getattribute__(name)
+
+
+class Nodes:
+    """The folders of some nodes, and the store as a rank of each node has it."""
+
+    def __init__(self, folder: Path, count: int, keepers: int = 3) -> None:
+        self.folder, self.names = folder, [f"node-{number}" for number in range(count)]
+        self.keepers = self.names[:keepers]
+        self.stores: dict[str, SilentStore] = {name: self.new_store(name) for name in self.names}
+
+    def new_store(self, name: str) -> SilentStore:
+        return SilentStore(self.folder / name, settings=Settings())
+
+    def at(self, number: int, names: list[str] | None = None) -> PeerStore:
+        nodes: Mapping[str, Store] = {name: self.stores[name] for name in names or self.names}
+        return PeerStore("peers://run", nodes, self.names[number], [each for each in self.keepers if each in nodes])
+
+    def lose(self, number: int) -> None:
+        """Lose a node with its memory; an empty one has its place."""
+        shutil.rmtree(self.folder / self.names[number])
+
+    def put_packs(self, sizes: list[int]) -> dict[str, bytes]:
+        """Write a pack on each node; return all."""
+        packs = {}
+        for number, size in enumerate(sizes):
+            key = f"{ATTEMPT}r{number:05d}.safetensors"
+            packs[key] = np.random.default_rng(number).integers(0, 256, size, np.uint8).tobytes()
+            upload = self.at(number).upload(key, size, PART)
+            for start in range(0, size, PART):
+                upload.write(start, memoryview(packs[key])[start : start + PART])
+            upload.complete()
+        return packs
+
+    def protect(self, names: list[str] | None = None) -> None:
+        for name in names or self.names:
+            protect({each: self.stores[each] for each in names or self.names}, name, ATTEMPT)
+
+
+def read(store: Store, key: str, start: int = 0, stop: int | None = None) -> bytes:
+    memory = bytearray((store.size(key) if stop is None else stop) - start)
+    store.read_into(key, [(start, start + len(memory))], [memoryview(memory)])
+    return bytes(memory)
+
+
+class TestPeerStore(StoreSuite):
+    is_asked_for_cached = False
+    # Keepers move an object one after the other, and the writer lease leaves one writer.
+    test_writers_beside_movers_lose_nothing = None
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return Nodes(tmp_path, 4).at(3)
+
+
+class TestPeerStoreOfOneNode(StoreSuite):
+    is_asked_for_cached = False
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return Nodes(tmp_path, 1).at(0)
+
+
+LOSSES = [(4, [700_000, 1_234_567, 0, 999_999]), (2, [300_000, 5]), (3, [1, 1, 400_000]), (5, [65_536] * 5)]
+
+
+@pytest.mark.parametrize(("count", "sizes"), LOSSES, ids=str)
+def test_any_one_lost_node_is_read_through_parity(tmp_path: Path, count: int, sizes: list[int]) -> None:
+    nodes = Nodes(tmp_path, count)
+    packs = nodes.put_packs(sizes)
+    nodes.protect()
+    for lost in range(count):
+        shutil.move(tmp_path / nodes.names[lost], tmp_path / "away")
+        store = nodes.at((lost + 1) % count)
+        for key, data in packs.items():
+            assert read(store, key) == data
+            assert read(store, key, len(data) // 3, 2 * len(data) // 3) == data[len(data) // 3 : 2 * len(data) // 3]
+            taken: list[bytes] = []
+            halves = [(0, len(data) // 2), (len(data) // 2, len(data))]
+            memory = [memoryview(bytearray(stop - start)) for start, stop in halves]
+            store.read_into(key, halves, memory, lambda number, view: taken.append(bytes(view)))  # noqa: B023
+            assert b"".join(taken) == data
+        shutil.rmtree(tmp_path / nodes.names[lost], ignore_errors=True)
+        shutil.move(tmp_path / "away", tmp_path / nodes.names[lost])
+
+
+def test_two_lost_nodes_of_a_group_are_refused_and_of_two_groups_read(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    packs = nodes.put_packs([100_000, 200_000, 150_000, 50_000])
+    nodes.protect(nodes.names[:2])
+    nodes.protect(nodes.names[2:])
+    nodes.lose(1)
+    nodes.lose(2)
+    store = nodes.at(0)
+    assert [read(store, key) for key in packs] == [*packs.values()]
+    nodes.lose(3)
+    with pytest.raises(MissingError, match="r00002"):
+        read(nodes.at(0), [*packs][2])
+    assert read(nodes.at(0), [*packs][1]) == [*packs.values()][1]
+
+
+def test_a_silent_node_is_no_absent_one(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 5)
+    packs = nodes.put_packs([50_000] * 5)
+    nodes.stores["node-4"].is_silent = True
+    store = nodes.at(0)
+    with pytest.raises(UnavailableError, match="node-4"):
+        read(store, [*packs][4])
+    with pytest.raises(UnavailableError, match="node-4"):
+        store.delete([[*packs][4]])
+    nodes.stores["node-4"].is_silent = False
+    nodes.protect()
+    nodes.stores["node-4"].is_silent = True
+    assert read(nodes.at(0), [*packs][4]) == [*packs.values()][4], "through parity"
+    nodes.stores["node-4"].is_silent = False
+    assert read(store, [*packs][4]) == [*packs.values()][4], "the same store, once the node answers"
+
+
+def test_a_node_that_dies_while_it_is_read_is_read_through_parity(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    packs = nodes.put_packs([200_000] * 4)
+    nodes.protect()
+    store, key, taken = nodes.at(0), [*packs][2], list[tuple[int, bytes]]()
+    bounds = [(0, 50_000), (50_000, 120_000), (120_000, 200_000)]
+
+    def dies(key: str, ranges: Any, buffers: Any, on_range: Any = None) -> None:
+        LocalStore.read_into(nodes.stores["node-2"], key, ranges[:1], buffers[:1], on_range)
+        shutil.rmtree(tmp_path / "node-2")
+        raise UnavailableError("the node died")
+
+    def take(number: int, view: memoryview) -> None:
+        taken.append((number, bytes(view)))
+
+    nodes.stores["node-2"].read_into = dies  # type: ignore[method-assign]
+    store.read_into(key, bounds, [memoryview(bytearray(stop - start)) for start, stop in bounds], take)
+    assert taken == [(number, packs[key][start:stop]) for number, (start, stop) in enumerate(bounds)]
+
+
+def test_an_error_of_the_caller_is_no_answer_of_a_node(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    packs = nodes.put_packs([20_000] * 3)
+    nodes.protect()
+
+    def refuse(number: int, view: memoryview) -> None:
+        raise UnavailableError("no room for the range")
+
+    for number, key in enumerate(packs):
+        for reader in range(3):
+            with pytest.raises(UnavailableError, match="no room"):
+                nodes.at(reader).read_into(key, [(0, 9)], [memoryview(bytearray(9))], refuse)
+        if number == 0:
+            nodes.lose(2)
+
+
+def test_small_objects_outlive_any_one_keeper(tmp_path: Path) -> None:
+    for lost in range(3):
+        nodes = Nodes(tmp_path / str(lost), 5)
+        store = nodes.at(4)
+        store.put_if_absent("step-000000000020/manifest.json", b"manifest")
+        store.put("latest", b"20")
+        with pytest.raises(ConflictError):
+            store.put_if_absent("step-000000000020/manifest.json", b"another")
+        nodes.lose(lost)
+        for number in range(5):
+            assert nodes.at(number).get("latest", 100) == b"20"
+        assert "step-000000000020" in nodes.at(4).folders()
+
+
+def test_too_few_keepers_store_nothing_that_counts(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 5)
+    for name in nodes.keepers[:2]:
+        nodes.stores[name].is_silent = True
+    store = nodes.at(4)
+    with pytest.raises(UnavailableError, match=r"1 of keepers .* expected 2"):
+        store.put_if_absent("step-000000000020/manifest.json", b"manifest")
+    with pytest.raises(UnavailableError, match="expected 2 of 3"):
+        store.get("another", 100)
+    with pytest.raises(UnavailableError, match="node-0"):
+        store.folders()
+    for name in nodes.keepers[:2]:
+        nodes.stores[name].is_silent = False
+    store.put_if_absent("step-000000000020/manifest.json", b"manifest")
+    assert all((tmp_path / name / "step-000000000020/manifest.json").exists() for name in nodes.keepers)
+
+
+def test_what_is_deleted_takes_its_parity_along(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    packs = nodes.put_packs([30_000] * 3)
+    nodes.protect()
+    assert sum(path.name == "xor" for path in tmp_path.rglob("*")) == 3
+    assert not any("parity" in entry.key for entry in nodes.at(0).list()) and "parity" not in nodes.at(0).folders()
+    nodes.at(0).delete(packs)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_parity_that_was_begun_is_made_anew(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    packs = nodes.put_packs([30_000] * 3)
+    for number, name in enumerate(nodes.names):
+        begun = tmp_path / name / parity_keys(ATTEMPT)[1]
+        begun.parent.mkdir(parents=True)
+        begun.write_bytes(b"half")
+        assert nodes.at(number).size([*packs][number]) == 30_000
+    nodes.protect()
+    nodes.lose(1)
+    assert read(nodes.at(0), [*packs][1]) == [*packs.values()][1]
+
+
+def test_a_damaged_table_is_told(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    packs = nodes.put_packs([30_000] * 3)
+    nodes.protect()
+    table = tmp_path / "node-0" / parity_keys(ATTEMPT)[0]
+    table.write_bytes(table.read_bytes()[:-5])
+    nodes.lose(2)
+    with pytest.raises(CorruptError, match="table of parity"):
+        read(nodes.at(1), [*packs][2])
