@@ -48,7 +48,7 @@ class EventLines:
             MissingError: A file does not exist.
         """
         self._prefixes = tuple(f"{_path_of(each)}/" for each in places)
-        self._ends = {os.path.expanduser(path): (0, 0) for path in paths}
+        self._ends = {os.path.expanduser(path): ((0, 0), 0, 0) for path in paths}
         self.paths = tuple(self._ends)
         """The files."""
         for path in self.paths:
@@ -73,11 +73,15 @@ class EventLines:
     def refresh(self) -> None:
         """Read the lines that were appended since the last call."""
         self._unread = []
-        for path, (end, number) in self._ends.items():
+        for path, (identity, end, number) in self._ends.items():
             try:
                 with open(path, "rb") as file:
-                    if os.fstat(file.fileno()).st_size < end:
-                        end = number = 0  # A log rotation has put a new file here.
+                    status, seen = os.fstat(file.fileno()), identity
+                    identity = status.st_dev, status.st_ino
+                    if identity != seen or status.st_size < end:
+                        # A log rotation has put a new file here, or emptied the file.
+                        end = number = 0
+                        self._damaged = [each for each in self._damaged if not each.startswith(f"{path}: line ")]
                     file.seek(end)
                     # The last line may be half written: the next call reads the line.
                     while (line := file.readline(_LINE_BYTES_MAX)).endswith(b"\n") or len(line) == _LINE_BYTES_MAX:
@@ -85,7 +89,7 @@ class EventLines:
                         self._take(line, path, number)
             except OSError as error:
                 self._unread.append(f"{path}: {error}; expected a file of events that can be read")
-            self._ends[path] = end, number
+            self._ends[path] = identity, end, number
 
     def _take(self, data: bytes, path: str, number: int) -> None:
         try:

@@ -59,6 +59,20 @@ def test_a_half_line_waits_and_damage_is_shown(tmp_path: Path) -> None:
     assert ("save", 300) in lines.open
 
 
+def test_a_longer_file_at_the_same_path_is_read_from_its_start(tmp_path: Path) -> None:
+    path, fresh = tmp_path / "events.jsonl", tmp_path / "fresh"
+    path.write_text("no json\n" + line("began", 0, 100))
+    lines = EventLines([str(path)], ["root"])
+    lines.refresh()
+    assert len(lines.damaged) == 1
+    fresh.write_text(line("ended", 0, 100) + line("began", 0, 200) + line("began", 1, 200))
+    assert fresh.stat().st_size > path.stat().st_size
+    fresh.replace(path)
+    lines.refresh()
+    assert {key: sorted(ranks) for key, ranks in lines.open.items()} == {("save", 200): [0, 1]}
+    assert not lines.damaged, "the new file has no damaged line"
+
+
 def test_an_absent_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match="no-such"):
         EventLines([str(tmp_path / "no-such")], ["root"])
