@@ -60,6 +60,8 @@ class EventLines:
         """Ranks that any line names."""
         self.hosts: dict[int, str] = {}
         """The machine of each rank, as the last line with one names it."""
+        self.named: set[int] = set()
+        """Ranks that any line names."""
         self.failed: list[EventLine] = []
         """The last tries that failed, each until its rank ends a later one."""
         self._damaged: list[str] = []

@@ -93,6 +93,11 @@ def test_a_failure_is_over_once_its_rank_has_ended_a_later_save(tmp_path: Path) 
     assert after(tmp_path, *told, line("ended", 1, 150)).failed == []
 
 
+def test_a_rank_stays_named_once_its_tries_are_over(tmp_path: Path) -> None:
+    told = [line("began", 3, 100), line("ended", 3, 100), line("logged", 5, 100), "no json\n"]
+    assert after(tmp_path, *told).named == {3, 5}
+
+
 def test_a_begin_is_over_after_going_back_with_fewer_ranks_or_once_the_rank_does_more(tmp_path: Path) -> None:
     killed = [line("began", rank, 300) for rank in (0, 1)]
     assert sorted(after(tmp_path, *killed, line("began", 0, 200)).open["save", 300]) == [1]
@@ -113,6 +118,7 @@ def test_lines_on_other_runs_are_left_out(tmp_path: Path) -> None:
     lines = EventLines([str(path)], [f"{tmp_path}/run", "s3://bucket/run"])
     lines.refresh()
     assert [urls[each.rank] for each in lines.failed] == ours
+    assert lines.named == {*range(len(ours))}
 
 
 def test_a_file_that_was_removed_is_named_until_it_is_back(tmp_path: Path) -> None:
