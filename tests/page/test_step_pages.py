@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast import api
-from holdfast.errors import UnavailableError
+from holdfast.errors import MissingError, UnavailableError
 from holdfast.page import app, subjects
 from tests.page.browsing import Browser
 from tests.page.conftest import RANKS, SLOW_RANK
@@ -165,6 +165,33 @@ def test_unknown_names_are_answered_with_the_nearest(browser: Browser) -> None:
 
 def test_the_trace_is_that_of_the_command(browser: Browser, pristine: Path) -> None:
     assert browser.client.get("/run/0/trace?step=300").json() == api.trace(pristine, step=300).document
+
+
+def traced_steps(browser: Browser, step: str) -> set[int]:
+    """Ask for the trace that the page of a step links to; return the steps of its events."""
+    (link,) = [each for each in browser.get(f"/run/0/step?step={step}").links if "/trace" in each]
+    answer = browser.client.get(link)
+    assert answer.status_code == 200, answer.text
+    return {each["args"]["step"] for each in answer.json()["traceEvents"] if "step" in each.get("args", ())}
+
+
+def test_a_step_that_going_back_left_behind_has_a_trace(browser: Browser, pristine: Path) -> None:
+    (name,) = [each["name"] for each in browser.json("/")["steps"] if each["name"].startswith("500@")]
+    assert traced_steps(browser, name) == {500}
+    assert api.trace(pristine, step=name).document == api.trace(pristine, step=500).document
+    for absent in (f"500@{'0' * 32}", 501):
+        with pytest.raises(MissingError, match=f"no (committed )?step {absent}"):
+            api.trace(pristine, step=absent)
+
+
+def test_a_step_of_the_near_tier_alone_has_a_trace(tmp_path: Path) -> None:
+    near = holdfast.Tier(tmp_path / "near", every=1, keep_last=3)
+    with holdfast.CheckpointManager(tmp_path / "run", every=2, near=near, process_group=False) as manager:
+        for step in (1, 2, 3):
+            manager.maybe_save(step, {"w": torch.ones(4)})
+    assert not (tmp_path / "run" / "step-000000000001").exists()
+    assert traced_steps(Browser(tmp_path / "run"), "1") == {1}
+    assert api.trace(tmp_path / "run").saves == 3
 
 
 def test_many_tensors_come_in_pages(tmp_path: Path) -> None:

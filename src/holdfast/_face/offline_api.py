@@ -232,14 +232,18 @@ def trace(path: wiring.Path, *, step: int | str | None = None, settings: Setting
             json.dump(holdfast.api.trace("run-7").document, file)
     Args:
         path: The checkpoint, or the root of a run.
-        step: One step of the run: its number, a tag, or `latest`; None for all.
+        step: One step of the run: its number, number and digest, a tag, or `latest`; None for all.
         settings: How to read.
     Raises:
         MissingError: The path holds no reports, or there is no such step or tag.
     """
-    store = wiring.store_at(path, settings)
-    folder = None if step is None else step_folder(find_named(store, step_name(step))[1].step)
-    return trace_of(store, folder)
+    run = wiring.run_of(wiring.store_at(path, settings), settings)
+    if step is None:
+        return trace_of(run)
+    named = step_name(step)
+    # The reports of all saves of one number are in one folder, those that a newer timeline superseded too.
+    number = find_named(run, named)[1].step if named.digest or named.tag else number_of(run, named)
+    return trace_of(run, step_folder(number))
 
 
 def repair(
