@@ -12,7 +12,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
@@ -110,6 +113,7 @@ def opened(chromium: Browser, url: str, width: int, colors: Any, *, script: bool
     page.on("request", lambda request: asked.append(request.url))
     page.set_default_timeout(20_000)
     page.goto(url)
+    page.wait_for_url(re.compile("^[^?]*([?](?!.*token=).*)?$"))  # The page of the token leads on.
     yield page
     page.close()
     assert complaints == []
@@ -148,6 +152,24 @@ def test_every_page_is_drawn_without_a_complaint(chromium: Browser, url: str, wi
         assert seen.keys() >= {"step", "tensors", "tensor", "diff"}
         shade = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, re.findall(r"\d+", shade)[:3])) < 3 * 128) == (colors == "dark"), shade
+
+
+def test_the_printed_url_works_from_a_page_of_another_site(chromium: Browser, url: str, tmp_path: Path) -> None:
+    (tmp_path / "mail.html").write_text(f'<a href="{url}">it trains</a>')
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as other, ThreadPoolExecutor(1) as thread:
+        thread.submit(other.serve_forever)
+        page = chromium.new_page()
+        try:
+            page.goto(f"http://localhost:{other.server_port}/mail.html")
+            page.click("a")
+            page.wait_for_selector(".lineage")
+            answer = page.reload()
+            assert answer is not None and answer.status == 200
+            assert page.url == urljoin(url, "/") and page.is_visible(".lineage")
+        finally:
+            page.close()
+            other.shutdown()
 
 
 def test_the_questions_of_three_in_the_morning(chromium: Browser, url: str, run: PreparedRun) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 from contextlib import nullcontext
@@ -11,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from httpx2 import Response
 from starlette.testclient import TestClient
 
 import holdfast
 from holdfast.observers import jsonl
-from tests.page.browsing import TOKEN, Browser
+from tests.page.browsing import TOKEN, Browser, Seen
 from tests.support.file_modes import GROUP, OTHER_USER, as_user, open_folder
 
 
@@ -40,9 +42,18 @@ def test_without_the_token_there_is_nothing(stranger: TestClient, path: str) -> 
     assert stranger.get("/?token=wrong").status_code == 401
 
 
+def led_to(answer: Response) -> str:
+    """Return the path that an answer to the token leads a browser to."""
+    assert answer.status_code == 200
+    (icon, _), (name, fields) = Seen(answer.text).active
+    assert (icon, name, fields["http-equiv"]) == ("link", "meta", "refresh")
+    return (fields["content"] or "").removeprefix("0;url=")
+
+
 def test_the_first_visit_turns_the_token_into_a_cookie(stranger: TestClient, pristine: Path) -> None:
-    answer = stranger.get(f"/run/0/step?step=300&token={TOKEN}", follow_redirects=False)
-    assert (answer.status_code, answer.headers["location"]) == (303, "/run/0/step?step=300")
+    answer = stranger.get(f"/run/0/step?rank=5&step=300&token={TOKEN}", follow_redirects=False)
+    assert led_to(answer) == "/run/0/step?rank=5&step=300" and TOKEN not in answer.text
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
     assert stranger.get("/run/0/step?step=300").status_code == 200
@@ -50,8 +61,9 @@ def test_the_first_visit_turns_the_token_into_a_cookie(stranger: TestClient, pri
     assert other.get("/?token=another-token").status_code == 200
     stranger.cookies.update(other.cookies)
     assert stranger.get("/").status_code == 200, "a server at another port logs nobody out"
-    away = stranger.get(f"//elsewhere.example/?token={TOKEN}", follow_redirects=False)
-    assert not away.headers.get("location", "/").startswith("//")
+    for away in ("//elsewhere.example/", "/%5Celsewhere.example/", "/%0A/elsewhere.example/", '/"><b>&x="><b>'):
+        path = led_to(stranger.get(f"{away}?token={TOKEN}", follow_redirects=False))
+        assert re.fullmatch(r"/(?!/)[^\\\s<>\"]*", path), path
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_a_visitor_needs_the_printed_url(pristine: Path) -> None:
         assert fetched(f"{base}/") == (401, "401\n")
         status, text = fetched(f"{base}/", Authorization=f"Bearer {token}")
         assert status == 200 and "timeline 2" in Seen(text).text
-        assert fetched(f"{base}/?token={token}", Cookie=f"{cookie}={token}")[0] == 200
+        assert fetched(url)[0] == 200 and fetched(f"{base}/", Cookie=f"{cookie}={token}")[0] == 200
         assert fetched(f"{base}/", Authorization=f"Bearer {token}", Host="elsewhere.example")[0] == 421
         with socket.create_connection((parts.hostname, parts.port or 0), timeout=30) as line:
             line.sendall(b"GET /?x=" + b"a" * (1 << 20) + b" HTTP/1.1\r\nHost: " + parts.netloc.encode() + b"\r\n\r\n")

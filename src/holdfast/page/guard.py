@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import secrets
 from collections.abc import Collection
+from urllib.parse import quote
 
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 _QUERY_BYTES_MAX = 60_000
@@ -48,7 +50,11 @@ class Guard(BaseHTTPMiddleware):
         if self._token and self._is_token(given):
             url = request.url.remove_query_params("token")
             # One slash: a browser takes two for the name of another host.
-            response = RedirectResponse(f"/{url.path.lstrip('/')}{'?' * bool(url.query)}{url.query}", 303)
+            path = quote(f"/{url.path.lstrip('/')}{'?' * bool(url.query)}{url.query}", safe=":/%?=@&+,;")
+            # No redirect: a browser sends a strict cookie to no request that a link of another site led to.
+            # Without an icon here, a browser would ask for one at a path that is not served.
+            icon = f'<link rel="icon" href="{html.escape(request.scope["root_path"])}/static/icon.svg">'
+            response = HTMLResponse(f'{icon}<meta http-equiv="refresh" content="0;url={html.escape(path)}">\n')
             response.set_cookie(
                 self._cookie, given, path=request.scope["root_path"] or "/", httponly=True, samesite="strict"
             )
