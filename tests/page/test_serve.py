@@ -141,7 +141,11 @@ def test_alerts_have_an_exit_status(pristine: Path, tmp_path: Path) -> None:
     outcome = run("alerts", str(quiet))
     assert (outcome.status, outcome.out) == (0, "no alerts\n")
     assert run("alerts", "--json", str(quiet)).out == "[]\n"
-    assert run("alerts", str(tmp_path / "absent")).status == 2
+    outcome = run("alerts", str(tmp_path / "absent"))
+    assert (outcome.status, outcome.out) == (2, "")
+    for options, rules in ((), "slow_rank, step 400"), (("--json",), '"rule": "slow_rank"'):
+        outcome = run("alerts", *options, str(pristine), str(quiet), str(tmp_path / "absent"))
+        assert outcome.status == 2 and rules in outcome.out and str(tmp_path / "absent") in outcome.err
 
 
 def test_a_report_of_many_steps_names_an_unfinished_one(tmp_path: Path) -> None:

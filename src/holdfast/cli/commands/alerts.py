@@ -11,7 +11,7 @@ from holdfast import api
 from holdfast.cli.arguments import AsJson
 from holdfast.cli.exit_status import DAMAGED, ended_well
 from holdfast.cli.screen import Screen, print_result
-from holdfast.errors import printable
+from holdfast.errors import CheckpointError, printable
 
 
 def alerts(
@@ -22,11 +22,19 @@ def alerts(
     as_json: AsJson = False,
 ) -> None:
     """Print the alerts of runs: stalled, slow, failing, damaged and others. The exit status is 1 if there are any."""
+    found, failure = list[tuple[str, api.Alert]](), None
     with ended_well():
-        found = [(root, alert) for root in roots for alert in api.alerts(root, events=events or ())]
-        print_result(
-            found, _show, lambda found: [{"root": root, **asdict(alert)} for root, alert in found], as_json=as_json
-        )
+        try:
+            for root in roots:
+                found += [(root, alert) for alert in api.alerts(root, events=events or ())]
+        except CheckpointError as error:
+            failure = error
+        if found or failure is None:
+            print_result(
+                found, _show, lambda found: [{"root": root, **asdict(alert)} for root, alert in found], as_json=as_json
+            )
+        if failure is not None:
+            raise failure
     if found:
         raise typer.Exit(DAMAGED)
 
