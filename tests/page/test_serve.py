@@ -20,6 +20,7 @@ from urllib.request import Request, urlopen
 import holdfast
 from tests.page.browsing import Seen
 from tests.page.conftest import SLOW_RANK, state_of
+from tests.page.test_bad_input import write_zeros
 from tests.unit.cli.running import SOURCE, separately
 from tests.unit.cli.running import holdfast as run
 
@@ -42,9 +43,12 @@ def served(*arguments: str) -> Iterator[str]:
         yield url
     finally:
         process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=30)
+        try:
+            out, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
         print(out, errors)
-        assert "Traceback" not in errors
+        assert process.returncode == 130 and "Traceback" not in errors
 
 
 def fetched(url: str, **headers: str) -> tuple[int, str]:
@@ -90,6 +94,13 @@ def test_ports_and_hosts(pristine: Path) -> None:
             _, text = fetched(f"{base}/", Authorization=f"Bearer {token}")
             links = [link for link in Seen(text).links if not link.startswith("#")]
             assert links and all(link.startswith("/page/") for link in links)
+
+
+def test_ctrl_c_waits_for_no_long_work(tmp_path: Path) -> None:
+    large = [str(write_zeros(tmp_path / f"{name}.safetensors", {"large": 1 << 36})) for name in "ab"]
+    with served("--no-token", *large) as url:
+        status, text = fetched(f"{url}run/0/diff?step=-&subject=1&other=-")
+        assert status == 200 and "<progress" in text
 
 
 def test_wrong_calls_are_refused(pristine: Path, tmp_path: Path) -> None:

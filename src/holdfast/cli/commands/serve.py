@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import sys
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.arguments import AllowRoot, settings_with
-from holdfast.cli.exit_status import ended_well
+from holdfast.cli.exit_status import INTERRUPTED, ended_well
 from holdfast.cli.output import write_output
 from holdfast.cli.screen import stdout
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
@@ -65,7 +66,11 @@ def serve(
             stdout().line(f"http://{where}:{number}{root_path}/{'?token=' * bool(token)}{token}")
             sys.stdout.flush()
             config = uvicorn.Config(pages, log_level="warning", root_path=root_path, server_header=False)
-            uvicorn.Server(config).run(sockets=[listening])
+            try:
+                uvicorn.Server(config).run(sockets=[listening])
+            except KeyboardInterrupt:
+                # Python would wait for threads that read: a long diff, a store that does not answer. No thread writes.
+                os._exit(INTERRUPTED)
 
 
 def _bound(host: str, port: int | None) -> socket.socket:
