@@ -225,7 +225,7 @@ def test_filter_sort_and_diff(chromium: Browser, url: str) -> None:
             assert page.get_attribute("th >> nth=0", "aria-sort") == order
             assert cells(page, 0) == sorted(names, reverse=order == "descending")
         page.click("text=NORM A-B")
-        norms = [float(text) for text in cells(page, 4)]
+        norms = [float(text) for text in cells(page, 5)]
         assert norms == sorted(norms, reverse=True) and len(norms) == len(names)
         page.fill("[name=other]", "20")
         page.click("button")

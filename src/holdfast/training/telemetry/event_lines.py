@@ -56,8 +56,6 @@ class EventLines:
                 raise MissingError(f"{path}: no file of events; expected lines of holdfast.observers.jsonl")
         self.open: dict[tuple[str, int | None], dict[int, EventLine]] = {}
         """The begins of tries that have not ended, by verb and step, and by rank."""
-        self.named: set[int] = set()
-        """Ranks that any line names."""
         self.hosts: dict[int, str] = {}
         """The machine of each rank, as the last line with one names it."""
         self.named: set[int] = set()
