@@ -82,8 +82,8 @@ NOT_YET_REACHED = (
     "holdfast.core.plan.placement",
     "holdfast.stored.peers",
 )
-"""Parts of the memory of the nodes, built and proven before `peers://` opens them. An entry that is reached by now fails
-the test."""
+"""Parts of the memory of the nodes, built and proven before `peers://` opens them. An entry that is reached by now
+fails the test."""
 
 NEGATIONS = re.compile(r"\b(?:never|no|not|none|nothing|nobody|neither|nor|cannot)\b", re.IGNORECASE)
 
