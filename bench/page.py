@@ -121,9 +121,9 @@ def tree_rounds(folder: Path, rounds: int, tensors: int) -> list[Round]:
     state = {f"layers.{number // 1000}.{number % 1000}.weight": torch.zeros(1) for number in range(tensors)}
     holdfast.save(path, state, process_group=False)
     for number in range(rounds):
-        visitor, this = Visitor(path), Round()
+        this = Round()
         pair: list[tuple[str, Callable[[], object]]] = [
-            ("tree", partial(visitor.get, "/run/0/tensors")),
+            ("tree", lambda: Visitor(path).get("/run/0/tensors")),  # The start of the command opens the checkpoint.
             ("index", lambda: len(holdfast.open_checkpoint(path).tensors)),
         ]
         for name, act in in_turn(pair, number):

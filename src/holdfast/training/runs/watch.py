@@ -307,7 +307,7 @@ class RunWatch:
         for step in steps:
             folder = names.step_folder(step)
             try:
-                attempts = self._store.folders(folder)
+                attempts = [each for each in self._store.folders(folder) if names.is_attempt_folder(each)]
                 parts = [
                     entry.key for each in attempts for entry in self._store.list(f"{folder}{each}/{names.PARTS_FOLDER}")
                 ]
