@@ -30,11 +30,15 @@ from holdfast.base.wire.link import Link, LinkCut, new_nonce
 from holdfast.core.format.names import PACK_SUFFIX, is_link_name
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, UnavailableError
 from holdfast.settings import KIB, MIB
+from holdfast.stored.peers.parity_files import PARITY_FILE
 
 _log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 64 * KIB
 """Bytes of a small object that a connection hashes or stores at a time, in the memory of the header before."""
+
+_PULLED = PACK_SUFFIX, f"/{PARITY_FILE}"
+"""Ends of the keys of packs and parity, which no peer stores."""
 
 _PAUSE_SECONDS = 0.1
 """Pause after a connection that could not be accepted, for example because there are too many open files."""
@@ -49,8 +53,12 @@ class ServedFolder(Store, Protocol):
         """Lend the descriptor of an object, opened for reading, and the bytes of the object."""
         ...
 
-    def put_if_absent(self, key: str, data: bytes | Callable[[int], None], *, folders_durable: bool = True) -> None:
+    def put(self, key: str, data: bytes | Callable[[int], None], *, durable: bool = True) -> None:
         """Store a small object as any store does, also from a function that writes to an open hidden file."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes | Callable[[int], None], *, folders_durable: bool = True) -> None:
+        """Do the same unless the key exists."""
         ...
 
 
@@ -231,12 +239,12 @@ class _Conversation:
         elif method == "GET":
             self._send_page(prefix, after)
         elif method in ("PUT", "DELETE") and key:
-            if key.endswith(PACK_SUFFIX) or is_link_name(key.rpartition("/")[2]):
-                raise InvalidError(f"{method} of the pack {key}; expected a small object: packs are pulled")
-            if method == "PUT":
-                self._store(key, head)
-            else:
+            if method == "DELETE":
                 self._folder.delete([key])
+            elif key.endswith(_PULLED) or is_link_name(key.rpartition("/")[2]):
+                raise InvalidError(f"PUT of the pack {key}; expected a small object: packs are pulled")
+            else:
+                self._store(key, head)
             self.link.send_head(Head(OK, {LENGTH: "0"}))
         else:
             raise InvalidError(f"{shown(head.line)}; expected GET, HEAD, PUT or DELETE of a key, or GET of a prefix")
@@ -245,7 +253,9 @@ class _Conversation:
         with self._folder.opened(key) as (fd, count):
             start, stop = (0, count) if text is None else _range_in(text, key, count)
             fields, is_sent = {LENGTH: str(stop - start)}, method == "GET" and start < stop
-            if method == "GET" and not key.endswith(PACK_SUFFIX):  # The digests in the index prove packs.
+            if method == "GET" and not key.endswith(
+                _PULLED
+            ):  # The digests in the index prove chunks.
                 fields[DIGEST] = _digest_of(fd, start, stop, key)
             self.link.send_head(Head(OK if text is None else framing.PARTIAL, fields), more=is_sent)
             if is_sent:
@@ -267,9 +277,9 @@ class _Conversation:
 
     def _store(self, key: str, head: Head) -> None:
         """Store a small object: received bytes go to a hidden file, which gets the name at the end."""
-        is_new = head.fields.get(framing.IF_NONE_MATCH) == "*" and LENGTH in head.fields
-        if not is_new or head.body_bytes > framing.SMALL_BYTES_MAX:
-            expected = f"If-None-Match: * and a Content-Length to {framing.SMALL_BYTES_MAX}"
+        condition = head.fields.get(framing.IF_NONE_MATCH)
+        if condition not in (None, "*") or LENGTH not in head.fields or head.body_bytes > framing.SMALL_BYTES_MAX:
+            expected = f"a Content-Length to {framing.SMALL_BYTES_MAX}, and If-None-Match: * or none"
             raise InvalidError(f"PUT of {key} with {shown(str(head.fields))}; expected {expected}")
 
         def receive(fd: int) -> None:
@@ -285,7 +295,10 @@ class _Conversation:
             if summed.hexdigest() != head.fields.get(DIGEST):
                 raise CorruptError(f"{key}: the bytes are not those that the header proves; send the object again")
 
-        self._folder.put_if_absent(key, receive)
+        if condition:
+            self._folder.put_if_absent(key, receive)
+        else:
+            self._folder.put(key, receive)
 
 
 def _digest_of(fd: int, start: int, stop: int, key: str) -> str:

@@ -61,7 +61,7 @@ def served(agent: AgentProcess, until: threading.Event, content: bytes) -> list[
     while not until.is_set() or not seconds:
         begun = time.monotonic()
         peer = Peer("n1", ("127.0.0.1", agent.port), Credentials(RUN, SECRET), timeout_seconds=10)
-        peer.read_into(PACK, MIB, memoryview(buffer))
+        peer.read_into(PACK, [(MIB, MIB + len(buffer))], [memoryview(buffer)])
         assert buffer == content[MIB : 2 * MIB]
         assert bytes(peer.get("small", 10)) == b"small"
         assert [entry.key for entry in peer.list("a/")] == ["a/x"]

@@ -222,14 +222,14 @@ from holdfast.settings import Settings
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 server = PeerServer(LocalStore(sys.argv[1], settings=Settings()), Credentials("r", b"s"), "127.0.0.1")
 peer, buffer = Peer("n1", server.address, Credentials("r", b"s"), 3), memoryview(bytearray(16 << 20))
-peer.read_into(sys.argv[2], 0, buffer)
+peer.read_into(sys.argv[2], [(0, len(buffer))], [buffer])
 send_file = link.Link.send_file
 def cut(*args):
     subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
     send_file(*args)
 link.Link.send_file = cut
 try:
-    peer.read_into(sys.argv[2], 0, buffer)
+    peer.read_into(sys.argv[2], [(0, len(buffer))], [buffer])
 except UnavailableError as error:
     print(error)
 begun = time.monotonic()

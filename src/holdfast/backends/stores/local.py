@@ -92,14 +92,17 @@ class LocalStore(FileReading, Store):
         with translated("read", self._where(key)):
             return self._folders.again(split_key(key), lambda: self._get(key, bytes_max))
 
-    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
-        """Store a small object whole, replacing an older one; durable on return if `durable`."""
+    def put(self, key: str, data: bytes | Written, *, durable: bool = True) -> None:
+        """Store a small object whole, replacing an older one; durable on return if `durable`.
+
+        A function as `data` is called again with another file if another process has removed the folder.
+        """
         self._store_whole(key, data, self._replace, durable=durable)
 
     def put_if_absent(self, key: str, data: bytes | Written, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return; its folders if wanted.
 
-        A function as `data` is called again with another file if another process has removed the folder.
+        A function as `data` is taken as by `put`.
 
         Raises:
             ConflictError: The key exists and what it holds is durable; it was not touched. If another process has

@@ -23,7 +23,7 @@ from holdfast.core.plan.parity import PackStream, ParityInput, Stripe, xor_into
 from holdfast.errors import CorruptError
 from holdfast.settings import MIB
 
-PARITY_FOLDER = "parity/"
+PARITY_FOLDER, PARITY_FILE = "parity/", "xor"
 WINDOW_BYTES = 8 * MIB
 """Bytes that are read, and held, at a time."""
 
@@ -61,7 +61,7 @@ def parity_keys(attempt: str) -> tuple[str, str]:
         attempt: The prefix of the attempt.
     """
     folder = f"{PARITY_FOLDER}{attempt[:-1].replace('/', '.')}/"
-    return f"{folder}table.json", f"{folder}xor"
+    return f"{folder}table.json", folder + PARITY_FILE
 
 
 def packs_at(node: Store, attempt: str) -> dict[str, int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from holdfast.base.ports.keys import split_key, split_prefix
-from holdfast.base.ports.readable import StoreEntry
+from holdfast.base.ports.ranges import check_ranges
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange, StoreEntry
+from holdfast.base.ports.store import Store
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.base.wire import framing
 from holdfast.base.wire.framing import DIGEST, LENGTH, NONCE, OK, SMALL_BYTES_MAX, Credentials, Head, shown
@@ -24,11 +26,12 @@ Room = memoryview | int
 """Memory for a body, or the most bytes that the body may have."""
 
 
-class Peer:
-    """The agent of one node. Any thread may call; a thread has a connection of its own during the call.
+class Peer(Store):
+    """The folder of one node, through the agent of the node. A thread has a connection of its own during a call.
 
     A call raises `MissingError` only if the agent says that the key does not exist. An agent that does not answer
-    before the deadline is `TemporaryError`, a kind of `UnavailableError`.
+    before the deadline is `TemporaryError`, a kind of `UnavailableError`. `move` takes three calls, and needs a caller
+    that is the only writer of both keys.
     """
 
     def __init__(self, node: str, address: tuple[str, int], credentials: Credentials, timeout_seconds: float) -> None:
@@ -40,7 +43,7 @@ class Peer:
             credentials: Run and secret, which the agent must have too.
             timeout_seconds: The deadline of each call, from the beginning of the call.
         """
-        self.where = f"node {node} ({address[0]}:{address[1]})"
+        self.url = self.where = f"node {node} ({address[0]}:{address[1]})"
         """The node, for messages."""
         self._address, self._credentials, self._timeout_seconds = address, credentials, timeout_seconds
         self._lock = threading.Lock()
@@ -51,7 +54,7 @@ class Peer:
         split_key(key)
         return self._ask(f"HEAD /{key}", OK)[0].body_bytes
 
-    def get(self, key: str, bytes_max: int) -> memoryview:
+    def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole and proven.
 
         Raises:
@@ -59,47 +62,73 @@ class Peer:
             CorruptError: The object is larger than `bytes_max`, or the bytes are not those that the agent sent.
         """
         split_key(key)
-        return self._ask(f"GET /{key}", OK, room=bytes_max)[1]
+        return bytes(self._ask(f"GET /{key}", OK, room=bytes_max)[1])
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes of an object from `start` on. The bytes of packs are not proven.
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of one object, each by a request. The bytes of packs are not proven."""
+        # The agent itself looks whether one range is within the object.
+        is_one = len(ranges) == 1 and ranges[0][0] < ranges[0][1]
+        check_ranges(f"{self.url}/{key}", ranges[0][1] if is_one else self.size(key), ranges, buffers)
+        for number, ((start, stop), buffer) in enumerate(zip(ranges, buffers, strict=True)):
+            if start < stop:
+                room = buffer.cast("B") if (buffer.format, buffer.ndim) != ("B", 1) else buffer
+                self._ask(f"GET /{key}", framing.PARTIAL, {framing.RANGE: f"bytes={start}-{stop - 1}"}, room=room)
+            if on_range is not None:
+                on_range(number, buffer)
 
-        Raises:
-            MissingError: No such key.
-            CorruptError: The object ends before.
-        """
-        split_key(key)
-        fields = {framing.RANGE: f"bytes={start}-{start + len(buffer) - 1}"}
-        self._ask(f"GET /{key}", framing.PARTIAL, fields, room=buffer)
-
-    def list(self, prefix: str = "", *, after: str = "") -> Iterator[StoreEntry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object whose key starts with `prefix`, behind `after`, in order; a page at a time."""
         split_prefix(prefix)
-        has_more = True
-        while has_more:
-            target = f"/{prefix}?after={after}" if after else f"/{prefix}"
-            page = self._ask(f"GET {target}", OK, room=framing.PAGE_BYTES_MAX)[1]
-            entries, has_more = framing.decode_page(page, prefix, after, self.where)
-            yield from entries
-            after = entries[-1].key if has_more else ""
+        return self._pages(prefix, after, up_to)
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def _pages(self, prefix: str, after: str, up_to: str | None) -> Iterator[StoreEntry]:
+        has_more, last = True, after.rstrip("/")  # A caller may pass a folder; an agent is asked by keys.
+        while has_more:
+            target = f"/{prefix}?after={last}" if last else f"/{prefix}"
+            page = self._ask(f"GET {target}", OK, room=framing.PAGE_BYTES_MAX)[1]
+            entries, has_more = framing.decode_page(page, prefix, last, self.where)
+            for entry in entries:
+                if up_to is not None and entry.key > up_to:
+                    return
+                if entry.key > after:
+                    yield entry
+            last = entries[-1].key if has_more else ""
+
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        """Store a small object whole, replacing an older one; durable on return.
+
+        Raises:
+            InvalidError: The key is that of a pack, or too large: no node stores a pack for another.
+        """
+        self._put(key, data, {})
+
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object unless the key exists; durable on return.
 
         Raises:
             ConflictError: The key exists; the object was not touched.
-            InvalidError: The key is that of a pack, or too large: no node stores a pack for another.
+            InvalidError: As `put`.
         """
+        self._put(key, data, {framing.IF_NONE_MATCH: "*"})
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects; an absent key is no error."""
+        for key in keys:
+            split_key(key)
+            self._ask(f"DELETE /{key}", OK)
+
+    def move(self, key: str, new_key: str) -> None:
+        """Give a small object another key: a copy, then a removal."""
+        split_key(new_key)
+        self.put(new_key, self.get(key, SMALL_BYTES_MAX))
+        self.delete([key])
+
+    def _put(self, key: str, data: bytes, fields: dict[str, str]) -> None:
         split_key(key)
         if len(data) > SMALL_BYTES_MAX:
             raise InvalidError(f"{self.where}: {key} has {len(data)} bytes; expected at most {SMALL_BYTES_MAX}")
-        fields = {framing.IF_NONE_MATCH: "*", LENGTH: str(len(data)), DIGEST: hashlib.sha256(data).hexdigest()}
-        self._ask(f"PUT /{key}", OK, fields, data)
-
-    def delete(self, key: str) -> None:
-        """Remove a small object; an absent key is no error."""
-        split_key(key)
-        self._ask(f"DELETE /{key}", OK)
+        digest = {LENGTH: str(len(data)), DIGEST: hashlib.sha256(data).hexdigest()}
+        self._ask(f"PUT /{key}", OK, fields | digest, data)
 
     def close(self) -> None:
         """Close the connections that are kept."""

@@ -199,13 +199,16 @@ def test_what_is_no_agent_is_unavailable_in_time(serve: Callable[[socket.socket]
 def test_an_agent_that_stops_within_a_body_is_unavailable() -> None:
     answers = [(Head("206", {"content-length": "10"}), b"12345")]
     with pytest.raises(UnavailableError, match=r"node n3 .*did not answer in time"):
-        asked(lying(answers), lambda peer: peer.read_into("x", 0, memoryview(bytearray(10))), 0.4)
+        asked(lying(answers), lambda peer: peer.read_into("x", [(0, 10)], [memoryview(bytearray(10))]), 0.4)
 
 
 def test_a_body_of_another_length_is_corrupt() -> None:
     for body in (b"123456789", b"12345678901"):
         with pytest.raises(CorruptError, match=f"{len(body)} bytes; expected 10"):
-            asked(lying([(Head("206", {}), body)]), lambda peer: peer.read_into("x", 0, memoryview(bytearray(10))))
+            asked(
+                lying([(Head("206", {}), body)]),
+                lambda peer: peer.read_into("x", [(0, 10)], [memoryview(bytearray(10))]),
+            )
     with pytest.raises(CorruptError, match="expected at most 10"):
         asked(lying([(Head("200", {"content-length": str(1 << 60)}), b"")]), lambda peer: peer.get("x", 10))
 

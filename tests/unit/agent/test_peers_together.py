@@ -1,0 +1,128 @@
+"""Nodes with agents of their own: the store of one node over the wire, and all nodes as one store."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.agent.serving import PeerServer
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.peers.peer import Peer
+from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.ports.store import Store
+from holdfast.base.wire.framing import Credentials
+from holdfast.errors import UnavailableError
+from holdfast.settings import ObjectSettings, Settings
+from holdfast.stored.peers.parity_files import protect
+from holdfast.stored.peers.union import PeerStore
+from holdfast.testing.store import StoreSuite
+from tests.unit.agent.conversing import RUN, SECRET
+
+CREDENTIALS = Credentials(RUN, SECRET)
+ATTEMPT = "step-000000000020/0123456789abcdef/"
+PART = 1 << 16
+
+
+class Node:
+    """A node: a folder, and the agent that serves the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = LocalStore(folder, settings=Settings())
+        self.server = PeerServer(self.store, CREDENTIALS, "127.0.0.1")
+        self._peer = Peer(folder.name, self.server.address, CREDENTIALS, 5)
+        self.peer = RetryingStore(self._peer, Settings(object_store=ObjectSettings(retry_seconds_per_call=0.3)))
+
+    def lose(self) -> None:
+        """Lose the node with its memory."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self._peer.close()
+        self.server.close()
+
+
+class Job:
+    """Nodes, and the store as a rank of each node has it."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.nodes = {f"n{number}": Node(folder / f"n{number}") for number in range(count)}
+
+    def folders(self, own: str, without: str = "") -> dict[str, Store]:
+        """The folder of each node as one node reaches them."""
+        return {name: node.store if name == own else node.peer for name, node in self.nodes.items() if name != without}
+
+    def at(self, own: str, without: str = "") -> PeerStore:
+        found = self.folders(own, without)
+        return PeerStore("peers://run", found, own, [*found][:3])
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with ExitStack() as ended:
+        job = Job(tmp_path, 4)
+        for node in job.nodes.values():
+            ended.callback(node.close)
+        yield job
+
+
+class TestPeer(StoreSuite):
+    is_asked_for_cached = False
+    # A move takes three calls, and needs a caller that is the only writer.
+    test_writers_beside_movers_lose_nothing = None
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        node = Node(tmp_path / "n0")
+        yield node.peer
+        node.close()
+
+
+@pytest.mark.long
+class TestNodesTogether(StoreSuite):
+    is_asked_for_cached = False
+    test_writers_beside_movers_lose_nothing = None
+
+    @pytest.fixture
+    def store(self, job: Job) -> Store:
+        return job.at("n3")
+
+
+def put_packs(job: Job, sizes: tuple[int, ...]) -> dict[str, bytes]:
+    packs = {}
+    for number, (name, size) in enumerate(zip(job.nodes, sizes, strict=True)):
+        key = f"{ATTEMPT}r{number:05d}.safetensors"
+        packs[key] = np.random.default_rng(number).integers(0, 256, size, np.uint8).tobytes()
+        upload = job.at(name).upload(key, size, PART)
+        for start in range(0, size, PART):
+            upload.write(start, memoryview(packs[key])[start : start + PART])
+        upload.complete()
+    return packs
+
+
+def read(store: Store, key: str) -> bytes:
+    memory = bytearray(store.size(key))
+    store.read_into(key, [(0, len(memory))], [memoryview(memory)])
+    return bytes(memory)
+
+
+def test_a_node_that_dies_is_read_from_the_others(job: Job) -> None:
+    packs = put_packs(job, (3_000_000, 2_000_001, 1_000_000, 2_500_000))
+    job.at("n0").put_if_absent("step-000000000020/manifest.json", b"manifest")
+    for name in job.nodes:
+        protect(job.folders(name), name, ATTEMPT)
+    before = job.at("n0")
+    assert [read(before, key) for key in packs] == [*packs.values()]
+    job.nodes["n2"].lose()
+    for store in (before, job.at("n3"), job.at("n1", without="n2")):
+        assert [read(store, key) for key in packs] == [*packs.values()]
+        assert store.get("step-000000000020/manifest.json", 100) == b"manifest"
+    job.nodes["n1"].lose()
+    with pytest.raises(UnavailableError, match=r"members \[1, 2\] of a group of 4 are lost"):
+        read(job.at("n0"), [*packs][2])
