@@ -19,7 +19,7 @@ from pathlib import Path
 import holdfast
 from holdfast import api
 from holdfast.training.runs.tiers.agent_files import AgentStatus, agent_lock, is_agent_running
-from tests.distributed.tiers.memory_cases import STEPS
+from tests.distributed.tiers.memory_cases import SETTINGS, STEPS
 from tests.support.forked_processes import REPOSITORY, await_within, environment
 from tests.support.gloo_worlds import Case, Launch
 from tests.support.server_folders import steps_in
@@ -123,13 +123,16 @@ class Run:
         return -1
 
     @contextmanager
-    def life(self, *, last_step: int = STEPS, torchrun: bool = False, awaited: str = "near") -> Iterator[Life]:
+    def life(
+        self, *, last_step: int = STEPS, torchrun: bool = False, awaited: str = "near", waits_seconds: float = 0.0
+    ) -> Iterator[Life]:
         """Start a job; at the end of the block no rank is left.
 
         Args:
             last_step: The job ends by itself after this step.
             torchrun: Whether torchrun starts the ranks, rather than a fork.
             awaited: The kind of line with whose first the block begins; empty: at once.
+            waits_seconds: How long the first save waits for the heartbeat of another job.
         """
         self.lives += 1
         name = f"life-{self.lives}"
@@ -142,7 +145,7 @@ class Run:
                 assert life.lines(awaited), life.said()
             yield life
             life.end()
-        self._judge(life)
+        self._judge(life, waits_seconds)
 
     @contextmanager
     def _forked(self, life: Life, name: str, last_step: int) -> Iterator[None]:
@@ -172,7 +175,7 @@ class Run:
             finally:
                 launcher.kill()
 
-    def _judge(self, life: Life) -> None:
+    def _judge(self, life: Life, waits_seconds: float) -> None:
         """Require that the job has resumed at an acknowledged step or a newer one, and trained as if undisturbed."""
         said = life.said
         for (resumed,) in life.lines("resumed"):
@@ -191,12 +194,14 @@ class Run:
             self.counts["blocked_milliseconds_max"] = max(
                 self.counts["blocked_milliseconds_max"], int(1000 * max(blocked))
             )
-            assert max(blocked) <= usual + BLOCKED_SECONDS_MAX, f"{max(blocked)} s, usual {usual} s\n{said()}"
+            assert max(blocked) <= usual + waits_seconds + BLOCKED_SECONDS_MAX, (
+                f"{max(blocked)} s, usual {usual} s\n{said()}"
+            )
         self.counts["lives"] += 1
 
     def require_refused(self) -> None:
         """Require that a second job beside a living one is refused, and changes nothing that counts."""
-        with self.life(awaited="") as second:
+        with self.life(awaited="", waits_seconds=SETTINGS.lease_seconds) as second:
             await_(lambda: second.has_ended, said=second.said)
             errors = second.lines("failed")
             assert errors and errors[0][1].startswith("ConflictError"), second.said()

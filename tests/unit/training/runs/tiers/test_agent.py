@@ -294,6 +294,27 @@ def test_a_root_that_the_agent_cannot_read_is_told_at_its_start(run: Run, monkey
     run.kill(job)
 
 
+def test_a_root_that_goes_between_two_reads_is_no_root_of_another_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.kill(run.begin(1, 2))
+    os.kill(run.status().pid, signal.SIGKILL)
+    agent, require_run = agent_in_process(run, Patience(0.1, 0.1)), NearDrain.require_run
+
+    def require_without_root(drain: NearDrain) -> str:
+        run.root.rename(run.root.with_name("away"))
+        run.root.write_text("not a folder")
+        return require_run(drain)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NearDrain, "require_run", require_without_root)
+        assert "a folder of the path is a file" in agent._root_error()
+    run.root.unlink()
+    run.root.with_name("away").rename(run.root)
+    agent.run()
+    assert steps_in(run.root) == [2]
+
+
 def test_a_reader_beside_a_job_leaves_its_job_file(run: Run) -> None:
     job = run.begin(1)
     told = (run.near / "job.json").read_bytes()
