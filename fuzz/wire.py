@@ -17,7 +17,7 @@ from holdfast.base.wire.framing import (
 )
 from holdfast.errors import CorruptError, InvalidError
 
-_SESSION = Session(Credentials("run", b"secret"), "00", "01")
+_SESSION = Session(Credentials("run", b"secret", "n1"), "00", "01")
 
 
 def header(data: bytes) -> None:

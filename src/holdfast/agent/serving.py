@@ -173,7 +173,7 @@ class _Conversation:
         link.end_in(server.limits.proving_seconds)
         self.is_proven = False
         """Whether the peer has proven to know the secret."""
-        self._identity = {framing.WIRE_VERSION: framing.VERSION, framing.RUN: server.credentials.run}
+        self._identity = server.credentials.identity
 
     def run(self) -> None:
         """Answer requests until one end closes."""
@@ -253,9 +253,7 @@ class _Conversation:
         with self._folder.opened(key) as (fd, count):
             start, stop = (0, count) if text is None else _range_in(text, key, count)
             fields, is_sent = {LENGTH: str(stop - start)}, method == "GET" and start < stop
-            if method == "GET" and not key.endswith(
-                _PULLED
-            ):  # The digests in the index prove chunks.
+            if method == "GET" and not key.endswith(_PULLED):  # The digests in the index prove chunks.
                 fields[DIGEST] = _digest_of(fd, start, stop, key)
             self.link.send_head(Head(OK if text is None else framing.PARTIAL, fields), more=is_sent)
             if is_sent:

@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 
 from holdfast.settings import MIB
 
-RUN, SECRET = "run-7", bytes(range(100, 132))
+RUN, SECRET, NODE = "run-7", bytes(range(100, 132)), "n3"
 PACK = "step-000000000007/0123456789abcdef/r00000.safetensors"
 PACK_BYTES = 16 * MIB
 """More than the buffers of both sockets hold."""
@@ -31,8 +31,8 @@ from holdfast.base.wire.framing import Credentials
 from holdfast.settings import Settings
 logging.basicConfig(level=logging.DEBUG)
 limits = Limits(proving_seconds=float(sys.argv[2]), idle_seconds=float(sys.argv[3]))
-server = PeerServer(ShelfStore(sys.argv[1], settings=Settings()), Credentials(sys.argv[4], sys.stdin.buffer.read(32)),
-                    "127.0.0.1", limits=limits)
+credentials = Credentials(sys.argv[4], sys.stdin.buffer.read(32), sys.argv[5])
+server = PeerServer(ShelfStore(sys.argv[1], settings=Settings()), credentials, "127.0.0.1", limits=limits)
 print(server.address[1], flush=True)
 sys.stdin.buffer.read()
 """
@@ -67,11 +67,11 @@ class Raw:
 
     def greet(self, secret: bytes = SECRET, **changed: str) -> Answer | None:
         nonce = os.urandom(32).hex()
-        fields = {"holdfast-version": "1", "holdfast-run": RUN, "holdfast-nonce": nonce}
+        fields = {"holdfast-version": "1", "holdfast-run": RUN, "holdfast-node": NODE, "holdfast-nonce": nonce}
         fields |= {f"holdfast-{name}": value for name, value in changed.items()}
         answer = self.send(self.header("POST /session", fields)).answer()
         if answer is not None and answer.status == 200:
-            text = "\n".join(("holdfast", "1", RUN, nonce, answer.fields["holdfast-nonce"]))
+            text = "\n".join(("holdfast", "1", RUN, NODE, nonce, answer.fields["holdfast-nonce"]))
             self.key = hmac.new(secret, text.encode(), "sha256").digest()
         return answer
 
@@ -133,7 +133,7 @@ class AgentProcess:
     """An agent whose memory can be looked at."""
 
     def __init__(self, folder: Path, proving_seconds: float, idle_seconds: float, printed: IO[bytes]) -> None:
-        command = [sys.executable, "-c", _PROGRAM, str(folder), str(proving_seconds), str(idle_seconds), RUN]
+        command = [sys.executable, "-c", _PROGRAM, str(folder), str(proving_seconds), str(idle_seconds), RUN, NODE]
         self._printed, pipe = printed, subprocess.PIPE  # A pipe of the log that is full would stop the agent.
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=printed)
         assert self.process.stdin is not None and self.process.stdout is not None

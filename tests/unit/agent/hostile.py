@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.settings import MIB
-from tests.unit.agent.conversing import PACK, RUN, Answer, Raw, put_fields
+from tests.unit.agent.conversing import NODE, PACK, RUN, Answer, Raw, put_fields
 
 CLOSED = 0
 BAD, MISSING, EXISTS, WRONG_BYTES = 400, 404, 412, 422
@@ -17,7 +17,8 @@ Conversation = tuple[int, Callable[[Raw], Answer | None]]
 
 
 def greeting(raw: Raw, more: str = "", *, line: str = "POST /session", version: str = "HTTP/1.1") -> bytes:
-    fields = f"holdfast-version: 1\r\nholdfast-run: {RUN}\r\nholdfast-nonce: {os.urandom(32).hex()}\r\n"
+    names = f"holdfast-version: 1\r\nholdfast-run: {RUN}\r\nholdfast-node: {NODE}\r\n"
+    fields = f"{names}holdfast-nonce: {os.urandom(32).hex()}\r\n"
     return f"{line} {version}\r\nhost: holdfast\r\n{fields}{more}\r\n".encode("latin-1")
 
 

@@ -16,7 +16,7 @@ import pytest
 from holdfast.backends.stores.peers.peer import Peer
 from holdfast.base.wire.framing import Credentials
 from holdfast.settings import MIB
-from tests.unit.agent.conversing import PACK, PACK_BYTES, RUN, SECRET, AgentProcess, Raw, agent_process
+from tests.unit.agent.conversing import NODE, PACK, PACK_BYTES, RUN, SECRET, AgentProcess, Raw, agent_process
 from tests.unit.agent.hostile import CLOSED, CONVERSATIONS
 
 pytestmark = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to")
@@ -60,7 +60,7 @@ def served(agent: AgentProcess, until: threading.Event, content: bytes) -> list[
     buffer, seconds = bytearray(MIB), []
     while not until.is_set() or not seconds:
         begun = time.monotonic()
-        peer = Peer("n1", ("127.0.0.1", agent.port), Credentials(RUN, SECRET), timeout_seconds=10)
+        peer = Peer(("127.0.0.1", agent.port), Credentials(RUN, SECRET, NODE), timeout_seconds=10)
         peer.read_into(PACK, [(MIB, MIB + len(buffer))], [memoryview(buffer)])
         assert buffer == content[MIB : 2 * MIB]
         assert bytes(peer.get("small", 10)) == b"small"

@@ -29,9 +29,9 @@ from holdfast.base.wire.framing import (
 )
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.settings import KIB, MIB, Settings
-from tests.unit.agent.conversing import PACK, RUN, SECRET, AgentProcess, Raw, agent_process, put_fields
+from tests.unit.agent.conversing import NODE, PACK, RUN, SECRET, AgentProcess, Raw, agent_process, put_fields
 
-CREDENTIALS = Credentials(RUN, SECRET)
+CREDENTIALS = Credentials(RUN, SECRET, NODE)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> LocalStore:
 def honest(port: int, seconds: float = 10) -> float:
     """Read as an honest peer; return the seconds."""
     begun = time.monotonic()
-    with closing(Peer("n1", ("127.0.0.1", port), CREDENTIALS, seconds)) as peer:
+    with closing(Peer(("127.0.0.1", port), CREDENTIALS, seconds)) as peer:
         assert bytes(peer.get("small", 5)) == b"small"
     return time.monotonic() - begun
 
@@ -89,7 +89,7 @@ def test_a_small_object_has_at_most_256_mib(store: LocalStore, count: int) -> No
             assert answer is None, "the agent waits for the rest, then closes"
         raw.socket.close()
         with pytest.raises(InvalidError, match="268435457 bytes; expected at most 268435456"):
-            Peer("n1", server.address, CREDENTIALS, 10).put_if_absent("large", bytes(SMALL_BYTES_MAX + 1))
+            Peer(server.address, CREDENTIALS, 10).put_if_absent("large", bytes(SMALL_BYTES_MAX + 1))
     assert [entry.key for entry in store.list()] == ["small"]
     assert not [name for name in os.listdir(store.url) if name.startswith(".tmp-")]
 
@@ -136,7 +136,7 @@ def test_512_connections_have_room_and_one_more_does_not(agent: AgentProcess) ->
             assert answer is not None and answer.body == b"small"
         for raw in raws:  # Each holds as much of a header as it may.
             raw.send(b"GET /small HTTP/1.1\r\nrange: " + b"x" * (63 * KIB))
-        with pytest.raises(UnavailableError, match="node n1"):
+        with pytest.raises(UnavailableError, match="node n3"):
             honest(agent.port)
         time.sleep(0.2)
         assert agent.memory_bytes("VmHWM") - before <= 64 * MIB
@@ -190,7 +190,7 @@ def test_an_unproven_connection_ends_in_time_whatever_it_sends(store: LocalStore
 def test_pages_wait_for_memory_and_no_longer_than_for_a_byte(store: LocalStore) -> None:
     limits = Limits(connections=8, idle_seconds=0.5, buffer_bytes=8 * HEADER_BYTES_MAX + PAGE_BYTES_MAX)
     with closing(PeerServer(store, CREDENTIALS, "127.0.0.1", limits=limits)) as server, \
-            closing(Peer("n1", server.address, CREDENTIALS, 10)) as peer:  # fmt: skip
+            closing(Peer(server.address, CREDENTIALS, 10)) as peer:  # fmt: skip
         assert [entry.key for entry in peer.list()] == ["small"]
         server.pages.acquire()  # As another connection would, that sends its page.
         assert bytes(peer.get("small", 5)) == b"small", "only pages wait"
@@ -220,8 +220,8 @@ from holdfast.base.wire.framing import Credentials
 from holdfast.errors import UnavailableError
 from holdfast.settings import Settings
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-server = PeerServer(LocalStore(sys.argv[1], settings=Settings()), Credentials("r", b"s"), "127.0.0.1")
-peer, buffer = Peer("n1", server.address, Credentials("r", b"s"), 3), memoryview(bytearray(16 << 20))
+server = PeerServer(LocalStore(sys.argv[1], settings=Settings()), Credentials("r", b"s", "n1"), "127.0.0.1")
+peer, buffer = Peer(server.address, Credentials("r", b"s", "n1"), 3), memoryview(bytearray(16 << 20))
 peer.read_into(sys.argv[2], [(0, len(buffer))], [buffer])
 send_file = link.Link.send_file
 def cut(*args):

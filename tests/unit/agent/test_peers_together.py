@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from holdfast.stored.peers.union import PeerStore
 from holdfast.testing.store import StoreSuite
 from tests.unit.agent.conversing import RUN, SECRET
 
-CREDENTIALS = Credentials(RUN, SECRET)
 ATTEMPT = "step-000000000020/0123456789abcdef/"
 PART = 1 << 16
 
@@ -31,12 +30,15 @@ PART = 1 << 16
 class Node:
     """A node: a folder, and the agent that serves the folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, retry_seconds: float) -> None:
         self.folder = folder
         self.store = LocalStore(folder, settings=Settings())
-        self.server = PeerServer(self.store, CREDENTIALS, "127.0.0.1")
-        self._peer = Peer(folder.name, self.server.address, CREDENTIALS, 5)
-        self.peer = RetryingStore(self._peer, Settings(object_store=ObjectSettings(retry_seconds_per_call=0.3)))
+        credentials = Credentials(RUN, SECRET, folder.name)
+        self.server = PeerServer(self.store, credentials, "127.0.0.1")
+        self._peer = Peer(self.server.address, credentials, 5)
+        self.peer = RetryingStore(
+            self._peer, Settings(object_store=ObjectSettings(retry_seconds_per_call=retry_seconds))
+        )
 
     def lose(self) -> None:
         """Lose the node with its memory."""
@@ -51,8 +53,12 @@ class Node:
 class Job:
     """Nodes, and the store as a rank of each node has it."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        self.nodes = {f"n{number}": Node(folder / f"n{number}") for number in range(count)}
+    def __init__(self, folder: Path, count: int, retry_seconds: float = 20) -> None:
+        self.nodes = {f"n{number}": Node(folder / f"n{number}", retry_seconds) for number in range(count)}
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.close()
 
     def folders(self, own: str, without: str = "") -> dict[str, Store]:
         """The folder of each node as one node reaches them."""
@@ -63,15 +69,6 @@ class Job:
         return PeerStore("peers://run", found, own, [*found][:3])
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    with ExitStack() as ended:
-        job = Job(tmp_path, 4)
-        for node in job.nodes.values():
-            ended.callback(node.close)
-        yield job
-
-
 class TestPeer(StoreSuite):
     is_asked_for_cached = False
     # A move takes three calls, and needs a caller that is the only writer.
@@ -79,7 +76,7 @@ class TestPeer(StoreSuite):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
-        node = Node(tmp_path / "n0")
+        node = Node(tmp_path / "n0", 20)
         yield node.peer
         node.close()
 
@@ -90,8 +87,9 @@ class TestNodesTogether(StoreSuite):
     test_writers_beside_movers_lose_nothing = None
 
     @pytest.fixture
-    def store(self, job: Job) -> Store:
-        return job.at("n3")
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with closing(Job(tmp_path, 4)) as job:
+            yield job.at("n3")
 
 
 def put_packs(job: Job, sizes: tuple[int, ...]) -> dict[str, bytes]:
@@ -112,11 +110,18 @@ def read(store: Store, key: str) -> bytes:
     return bytes(memory)
 
 
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with closing(Job(tmp_path, 4, retry_seconds=0.3)) as job:
+        yield job
+
+
 def test_a_node_that_dies_is_read_from_the_others(job: Job) -> None:
     packs = put_packs(job, (3_000_000, 2_000_001, 1_000_000, 2_500_000))
+    written = {name: {key: len(data)} for name, (key, data) in zip(job.nodes, packs.items(), strict=True)}
     job.at("n0").put_if_absent("step-000000000020/manifest.json", b"manifest")
     for name in job.nodes:
-        protect(job.folders(name), name, ATTEMPT)
+        protect(job.folders(name), name, ATTEMPT, written)
     before = job.at("n0")
     assert [read(before, key) for key in packs] == [*packs.values()]
     job.nodes["n2"].lose()

@@ -18,9 +18,9 @@ from holdfast.backends.stores.peers.peer import Peer
 from holdfast.base.wire.framing import PAGE_NAMES, Credentials
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, Settings
-from tests.unit.agent.conversing import PACK, RUN, SECRET, Raw, put_fields
+from tests.unit.agent.conversing import NODE, PACK, RUN, SECRET, Raw, put_fields
 
-CREDENTIALS = Credentials(RUN, SECRET)
+CREDENTIALS = Credentials(RUN, SECRET, NODE)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def server(store: LocalStore) -> Iterator[PeerServer]:
 
 @pytest.fixture
 def peer(server: PeerServer) -> Iterator[Peer]:
-    peer = Peer("n3", server.address, CREDENTIALS, 10)
+    peer = Peer(server.address, CREDENTIALS, 10)
     yield peer
     peer.close()
 
@@ -156,7 +156,7 @@ def test_a_connection_that_the_agent_has_closed_is_replaced(server: PeerServer, 
 
 @pytest.mark.parametrize("key", ["../x", ".x", "a//b", "/a", "a b", "a\r\nb: c", ""])
 def test_the_client_sends_no_text_that_is_no_key(server: PeerServer, key: str) -> None:
-    peer = Peer("n3", server.address, CREDENTIALS, 10)
+    peer = Peer(server.address, CREDENTIALS, 10)
     for call in (lambda: peer.get(key, 1), lambda: peer.size(key), lambda: peer.delete([key]),
                  lambda: peer.put_if_absent(key, b""), lambda: list(peer.list(key + "/"))):  # fmt: skip
         with pytest.raises(InvalidError, match="expected"):
@@ -167,13 +167,14 @@ def test_the_client_sends_no_text_that_is_no_key(server: PeerServer, key: str) -
 @pytest.mark.parametrize(
     ("credentials", "found"),
     [
-        (Credentials("run-8", SECRET), "has another run: found run-7; expected run-8"),
-        (Credentials(RUN, b"another"), "has another secret: found a proof that does not fit"),
+        (Credentials("run-8", SECRET, NODE), "has another run: found run-7; expected run-8"),
+        (Credentials(RUN, SECRET, "n4"), "has another node: found n3; expected n4"),
+        (Credentials(RUN, b"another", NODE), "has another secret: found a proof that does not fit"),
     ],
 )
 def test_ends_of_other_runs_name_the_node(server: PeerServer, credentials: Credentials, found: str) -> None:
-    with pytest.raises(InvalidError, match=rf"node n3 \(127\.0\.0\.1:\d+\): the agent {found}") as caught:
-        Peer("n3", server.address, credentials, 10).size("latest")
+    with pytest.raises(InvalidError, match=rf"node n[34] \(127\.0\.0\.1:\d+\): the agent {found}") as caught:
+        Peer(server.address, credentials, 10).size("latest")
     assert "another" not in repr(credentials)
     assert SECRET.hex() not in str(caught.value)
 
@@ -216,7 +217,7 @@ def test_it_serves_ipv6(store: LocalStore) -> None:
         server = PeerServer(store, CREDENTIALS, "::1")
     except InvalidError:
         pytest.skip("this machine has no IPv6")
-    peer = Peer("n3", server.address, CREDENTIALS, 10)
+    peer = Peer(server.address, CREDENTIALS, 10)
     assert peer.size("latest") == 1
     peer.close()
     server.close()

@@ -37,8 +37,8 @@ RANK, AGENT = "rank", "agent"
 
 GREETING, OK, PARTIAL = "POST /session", "200", "206"
 LENGTH, RANGE, IF_NONE_MATCH, PROOF = "content-length", "range", "if-none-match", "holdfast-proof"
-DIGEST, NONCE, WIRE_VERSION, RUN = "holdfast-digest", "holdfast-nonce", "holdfast-version", "holdfast-run"
-_FIELDS = {"host", LENGTH, RANGE, IF_NONE_MATCH, PROOF, DIGEST, NONCE, WIRE_VERSION, RUN}
+DIGEST, NONCE, WIRE_VERSION, RUN, NODE = (f"holdfast-{name}" for name in ("digest", "nonce", "version", "run", "node"))
+_FIELDS = {"host", LENGTH, RANGE, IF_NONE_MATCH, PROOF, DIGEST, NONCE, WIRE_VERSION, RUN, NODE}
 """All fields that a header may have. Anything that changes the framing, such as `transfer-encoding`, is refused."""
 
 _Errors = dict[type[CheckpointError], str]
@@ -124,6 +124,14 @@ class Credentials:
     secret: bytes = field(repr=False)
     """Secret of the run. Nothing shows or sends the secret."""
 
+    node: str
+    """Name of the node whose folder is served. Two keepers behind one address would count a copy twice."""
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The fields of a greeting that name version, run and node."""
+        return {WIRE_VERSION: VERSION, RUN: self.run, NODE: self.node}
+
 
 class Session:
     """The key of one connection, which proves every header with role and number.
@@ -134,8 +142,8 @@ class Session:
     """
 
     def __init__(self, credentials: Credentials, rank_nonce: str, agent_nonce: str) -> None:
-        """Derive the key from the secret, version, run and the nonces of both ends."""
-        text = "\n".join(("holdfast", VERSION, credentials.run, rank_nonce, agent_nonce))
+        """Derive the key from the secret, version, run, node and the nonces of both ends."""
+        text = "\n".join(("holdfast", *credentials.identity.values(), rank_nonce, agent_nonce))
         self._key = hmac.digest(credentials.secret, text.encode(), "sha256")
 
     def proof(self, role: str, number: int, head: Head) -> str:

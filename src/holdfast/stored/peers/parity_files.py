@@ -11,7 +11,8 @@ The table is put last: a node without a table protects none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
@@ -19,8 +20,9 @@ import msgspec
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.format.names import is_attempt_folder, is_pack_name, step_of_folder
+from holdfast.core.format.sealed_json import decode_sealed, header, sealed
 from holdfast.core.plan.parity import PackStream, ParityInput, Stripe, xor_into
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, MissingError, UnavailableError
 from holdfast.settings import MIB
 
 PARITY_FOLDER, PARITY_FILE = "parity/", "xor"
@@ -28,9 +30,10 @@ WINDOW_BYTES = 8 * MIB
 """Bytes that are read, and held, at a time."""
 
 _TABLE_BYTES_MAX = 64 * MIB
+_KIND = "parity"
 
 
-class ParityTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+class ParityTable(msgspec.Struct, frozen=True, dict=True):
     """The group of one node in one attempt."""
 
     number: int
@@ -70,21 +73,32 @@ def packs_at(node: Store, attempt: str) -> dict[str, int]:
     return {entry.key: entry.bytes for entry in found if is_pack_name(entry.key.removeprefix(attempt))}
 
 
-def protect(group: Mapping[str, Store], own: str, attempt: str) -> int:
+def protect(group: Mapping[str, Store], own: str, attempt: str, packs: Mapping[str, Mapping[str, int]]) -> int:
     """Keep the parity of an attempt for the other nodes of a group; return its bytes. Each node of the group does this.
 
+    Parity that is whole already stays: a node that was lost since has no packs to make the parity from again.
+
     Args:
-        group: The folders of the nodes, by name, in the order that all of them use. Packs of the attempt are complete.
+        group: The folders of the nodes, by name, in the order that all of them use.
         own: The name of this node.
-        attempt: The prefix of the attempt.
+        attempt: The prefix of the attempt, whose manifest is published.
+        packs: The packs that each node of the group wrote, with their bytes.
     Raises:
-        UnavailableError: A node does not answer, or this node has no room.
-        MissingError: A node lacks a pack that the node has listed.
+        UnavailableError: A node does not answer or has other packs, or this node has no room. Older parity stays.
     """
     nodes, stores = tuple(group), [*group.values()]
-    table = ParityTable(nodes.index(own), nodes, tuple(packs_at(each, attempt) for each in stores))
+    table = ParityTable(nodes.index(own), nodes, tuple(dict(packs[name]) for name in nodes))
     total_bytes, pulls = table.stripe.parity_bytes(table.number), table.stripe.pulls(table.number)
     keys = table_key, xor_key = parity_keys(attempt)
+    with suppress(MissingError, CorruptError):
+        if read_table(group[own], attempt) == table and (not total_bytes or group[own].size(xor_key) == total_bytes):
+            return total_bytes
+    for name, store, expected in zip(nodes, stores, table.packs, strict=True):
+        if (found := packs_at(store, attempt)) != expected:
+            raise UnavailableError(
+                f"{store.url}/{attempt}: node {name} has {len(found)} packs of {sum(found.values())} bytes; expected "
+                f"{len(expected)} of {sum(expected.values())}. The step stays without parity; the next one gets parity"
+            )
     group[own].delete(keys)  # An earlier call may have died in between.
 
     def read(pull: ParityInput, part: memoryview) -> None:
@@ -101,7 +115,9 @@ def protect(group: Mapping[str, Store], own: str, attempt: str) -> int:
         except BaseException:
             upload.abort()
             raise
-    group[own].put(table_key, msgspec.json.encode(table))
+    group[own].put(
+        table_key, sealed({**header(_KIND), "number": table.number, "nodes": [*nodes], "packs": [*table.packs]})
+    )
     return total_bytes
 
 
@@ -141,13 +157,33 @@ def read_table(node: Store, attempt: str) -> ParityTable:
         CorruptError: The table is damaged.
     """
     key = parity_keys(attempt)[0]
-    data = node.get(key, _TABLE_BYTES_MAX)
-    try:
-        table = msgspec.json.decode(data, type=ParityTable)
-        if not 0 <= table.number < len(table.nodes) == len(table.packs):
-            raise ValueError("the numbers of nodes differ")
-    except (ValueError, RecursionError) as error:
+    where = f"{node.url}/{key}"
+    table, _ = decode_sealed(node.get(key, _TABLE_BYTES_MAX), _KIND, ParityTable, where)
+    if not 0 <= table.number < len(table.nodes) == len(table.packs):
         raise CorruptError(
-            f"{node.url}/{key}: {error}; expected a table of parity. Read the step from the root"
-        ) from error
+            f"{where}: node {table.number} of {len(table.nodes)}, packs of {len(table.packs)}; expected one"
+        )
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptPlaces:
+    """Where the packs of an attempt are."""
+
+    holders: Mapping[str, str]
+    """The node of each pack that is there."""
+
+    tables: Mapping[str, ParityTable]
+    """The table of each node that keeps parity."""
+
+    silent: Sequence[str]
+    """Nodes that did not answer."""
+
+    def group_of(self, key: str) -> tuple[int, Mapping[int, tuple[str, ParityTable]]] | None:
+        """Return the number of the node that had a pack, and by number the nodes with parity of its group."""
+        for table in self.tables.values():
+            for number, packs in enumerate(table.packs):
+                if key in packs:
+                    same = ((name, each) for name, each in self.tables.items() if each.packs == table.packs)
+                    return number, {each.number: (name, each) for name, each in same}
+        return None

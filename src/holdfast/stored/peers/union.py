@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -22,10 +22,19 @@ from holdfast.core.engine.parallel_map import ordered_parallel_map
 from holdfast.core.format.names import is_pack_name
 from holdfast.core.plan.keepers import NoManifest, PutOutcome, put_outcome, quorum
 from holdfast.core.plan.parity import ParityInput
-from holdfast.errors import CheckpointError, ConflictError, MissingError, UnavailableError, first_three
+from holdfast.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    UnavailableError,
+    first_three,
+)
 from holdfast.stored.peers.parity_files import (
     PARITY_FOLDER,
     WINDOW_BYTES,
+    AttemptPlaces,
     ParityTable,
     attempt_of,
     packs_at,
@@ -39,28 +48,8 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """Where the packs of an attempt are."""
-
-    holders: Mapping[str, str]
-    """The node of each pack that is there."""
-
-    tables: Mapping[str, ParityTable]
-    """The table of each node that keeps parity."""
-
-    silent: Sequence[str]
-    """Nodes that did not answer."""
-
-    def group_of(self, key: str) -> tuple[int, Mapping[int, tuple[str, ParityTable]]] | None:
-        """Return the number of the node that had a pack, and by number the nodes with parity of its group."""
-        for table in self.tables.values():
-            for number, packs in enumerate(table.packs):
-                if key in packs:
-                    same = ((name, each) for name, each in self.tables.items() if each.packs == table.packs)
-                    return number, {each.number: (name, each) for name, each in same}
-        return None
+_SILENT = (UnavailableError, InvalidError)
+"""Answers that say nothing of an object: none came, or the agent there is of another run or node."""
 
 
 class _TakerError(Exception):
@@ -80,10 +69,9 @@ class PeerStore(Store):
             keepers: Nodes that hold the small objects, in the order in which they are asked.
         """
         self.url, self._nodes, self._own, self._keepers = url, nodes, nodes[own], keepers
-        self.traits = replace(self._own.traits, maps_files=False)
-        self._near = [*dict.fromkeys((own, *keepers))]
-        """The nodes that are asked first."""
-        self._attempts: dict[str, _Attempt] = {}
+        # An agent may carry out a call after the caller has given the call up.
+        self.traits = replace(self._own.traits, maps_files=False, failed_calls_are_over=False)
+        self._attempts: dict[str, AttemptPlaces] = {}
         """Attempts whose packs were looked for on other nodes: the packs of a committed attempt never move."""
         self._told: set[str] = set()
 
@@ -101,26 +89,25 @@ class PeerStore(Store):
         """Read byte ranges of one object; of a pack of a lost node, through parity."""
         given = 0
 
-        def read(store: Store) -> None:
-            first = given  # An earlier node may have died in between.
-
-            def hand_on(number: int, view: memoryview) -> None:
-                nonlocal given
-                assert on_range is not None, "else there is no call"
-                given += 1
+        def hand_on(number: int, view: memoryview) -> None:
+            nonlocal given
+            given = number + 1
+            if on_range is not None:
                 try:
-                    on_range(first + number, view)
-                except CheckpointError as error:  # No answer of a node, so no other node is asked.
+                    on_range(number, view)
+                except Exception as error:  # No answer of a node, so no other node is asked.
                     raise _TakerError from error
 
-            store.read_into(key, ranges[first:], buffers[first:], None if on_range is None else hand_on)
+        def read(store: Store) -> None:
+            first = given  # An earlier node may have died in between.
+            taker = None if on_range is None else lambda number, view: hand_on(first + number, view)
+            store.read_into(key, ranges[first:], buffers[first:], taker)
 
-        def rebuild(attempt: _Attempt) -> None:
+        def rebuild(attempt: AttemptPlaces) -> None:
             check_ranges(f"{self.url}/{key}", self._lost_bytes(key, attempt), ranges, buffers)
             for number in range(given, len(ranges)):
                 self._rebuild(attempt, key, *ranges[number], buffers[number])
-                if on_range is not None:
-                    on_range(number, buffers[number])
+                hand_on(number, buffers[number])
 
         try:
             self._first(key, read, rebuild)
@@ -182,11 +169,11 @@ class PeerStore(Store):
         self._on_keepers(key, lambda store: store.put_if_absent(key, data), data)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects from every node, and the parity of each attempt of which an object goes."""
+        """Remove objects from every node, and the parity of each attempt that loses a pack."""
         listed = [*keys]
         for key in listed:
             self.require_key(key)
-        attempts = dict.fromkeys(attempt for key in listed if (attempt := attempt_of(key)) is not None)
+        attempts = dict.fromkeys(attempt_of(key) or "" for key in listed if _is_pack(key))
         for attempt in attempts:
             self._attempts.pop(attempt, None)
         gone = [*listed, *(key for attempt in attempts for key in parity_keys(attempt))]
@@ -216,22 +203,26 @@ class PeerStore(Store):
     # ------------------------------------------------------------------------------------------------ inside
 
     def _first(
-        self, key: str, call: Callable[[Store], _Result], rebuild: Callable[[_Attempt], _Result] | None
+        self, key: str, call: Callable[[Store], _Result], rebuild: Callable[[AttemptPlaces], _Result] | None
     ) -> _Result:
         """Return the answer of the first node that has an object; of a lost pack that of `rebuild`."""
         self.require_key(key)
         if _is_pack(key):
             return self._of_pack(key, call, rebuild)
-        silent = set[str]()
-        for name in self._near:
+        silent, failure = set[str](), None
+        for name in self._keepers:
             try:
                 return call(self._nodes[name])
             except MissingError:
                 continue
+            except (CorruptError, InvalidError) as error:
+                failure = error
             except UnavailableError as error:
                 silent.add(name)
                 self._tell(name, error)
-        others = {name: store for name, store in self._nodes.items() if name not in self._near}
+        if failure is not None:
+            raise failure
+        others = {name: store for name, store in self._nodes.items() if name not in self._keepers}
         # An object of an earlier job lies on the keepers of that job.
         for name, answer in self._answers(others, lambda store: store.size(key)).items():
             if isinstance(answer, int):
@@ -247,32 +238,46 @@ class PeerStore(Store):
         self,
         key: str,
         call: Callable[[Store], _Result],
-        rebuild: Callable[[_Attempt], _Result] | None,
+        rebuild: Callable[[AttemptPlaces], _Result] | None,
     ) -> _Result:
-        attempt = attempt_of(key) or ""
+        attempt, failure = attempt_of(key) or "", None
         with suppress(MissingError):
             return call(self._own)
-        for is_new in (attempt not in self._attempts, True):
-            found = self._look_for(attempt) if is_new else self._attempts[attempt]
-            if (holder := found.holders.get(key)) is not None:
-                with suppress(MissingError, UnavailableError):  # The node was lost since, or the step collected.
-                    return call(self._nodes[holder])
-            elif is_new:
-                break
-        if rebuild is not None and found.group_of(key) is not None:
-            return rebuild(found)
-        if found.silent:
+        for found in self._looks(attempt):
+            for holds_it, read in ((key in found.holders, partial(self._at, call, key)), (True, rebuild)):
+                if read is None or not holds_it or (read is rebuild and found.group_of(key) is None):
+                    continue
+                try:
+                    return read(found)
+                except MissingError:
+                    continue  # The step was collected since the look.
+                except UnavailableError as error:
+                    failure = error
+        if failure is not None or found.silent:
             raise UnavailableError(
-                f"{self.url}/{key}: nodes {sorted(found.silent)} do not answer, and no parity has the pack; expected "
-                "an answer. Start their agents again, or read from the root"
+                f"{self.url}/{key}: cannot be read, and nodes {sorted(found.silent)} do not answer; expected an answer "
+                f"or parity. Start the agents there again, or read from the root: {failure or 'no parity has the pack'}"
             )
         raise MissingError(f"{self.url}/{key}: no such pack on any node")
 
-    def _look_for(self, attempt: str) -> _Attempt:
+    def _at(self, call: Callable[[Store], _Result], key: str, found: AttemptPlaces) -> _Result:
+        return call(self._nodes[found.holders[key]])
+
+    def _looks(self, attempt: str) -> Iterator[AttemptPlaces]:
+        """Yield the places of packs as known, then as they are now: a node may be lost in between."""
+        if (known := self._attempts.get(attempt)) is not None:
+            yield known
+        yield self._look_for(attempt)
+
+    def _look_for(self, attempt: str) -> AttemptPlaces:
         def look(store: Store) -> tuple[dict[str, int], ParityTable | None]:
             table = None
-            with suppress(MissingError):
+            try:
                 table = read_table(store, attempt)
+            except MissingError:
+                pass
+            except CorruptError as error:
+                self._tell(store.url, error)
             return packs_at(store, attempt), table
 
         holders, tables, silent = dict[str, str](), dict[str, ParityTable](), list[str]()
@@ -283,20 +288,19 @@ class PeerStore(Store):
             holders |= dict.fromkeys(answer[0], name)
             if answer[1] is not None:
                 tables[name] = answer[1]
-        found = self._attempts[attempt] = _Attempt(holders, tables, silent)
+        found = self._attempts[attempt] = AttemptPlaces(holders, tables, silent)
         return found
 
-    def _lost_bytes(self, key: str, attempt: _Attempt) -> int:
+    def _lost_bytes(self, key: str, attempt: AttemptPlaces) -> int:
         number, group = attempt.group_of(key) or (0, {})
         return next(table.packs[number][key] for _, table in group.values())
 
-    def _rebuild(self, attempt: _Attempt, key: str, start: int, stop: int, buffer: memoryview) -> None:
+    def _rebuild(self, attempt: AttemptPlaces, key: str, start: int, stop: int, buffer: memoryview) -> None:
         """Fill a buffer with a range of a pack of a lost node."""
         number, group = attempt.group_of(key) or (0, {})
         table = next(table for _, table in group.values())
-        lost = [
-            at for at, packs in enumerate(table.packs) if any(packs[each] for each in packs.keys() - attempt.holders)
-        ]
+        held = attempt.holders
+        lost = [at for at, packs in enumerate(table.packs) if any(packs[each] for each in packs if each not in held)]
         inputs = table.stripe.rebuild(number, key, start, stop, lost)
         if absent := {each.member for each in inputs if each.key is None} - group.keys():
             raise UnavailableError(
@@ -307,7 +311,10 @@ class PeerStore(Store):
         def read(each: ParityInput, part: memoryview) -> None:
             at = parity_keys(attempt_of(key) or "")[1] if each.key is None else each.key
             node = group[each.member][0] if each.key is None else attempt.holders[at]
-            self._nodes[node].read_into(at, [(each.start, each.stop)], [part])
+            try:
+                self._nodes[node].read_into(at, [(each.start, each.stop)], [part])
+            except MissingError as error:  # Not the pack that is asked for.
+                raise UnavailableError(f"{self.url}/{key}: cannot be rebuilt: {error}") from error
 
         self._tell(table.nodes[number], None)
         target = buffer.cast("B") if buffer.nbytes else buffer
@@ -324,7 +331,7 @@ class PeerStore(Store):
                 answers.append(data)
             except ConflictError:
                 answers.append(data if holds(self._nodes[name], key, data) else None)
-            except UnavailableError as error:
+            except _SILENT as error:
                 answers.append(NoManifest.SILENT)
                 self._tell(name, error)
             if answers[-1] is None:
@@ -357,14 +364,14 @@ class PeerStore(Store):
                 return call(nodes[name])
             except MissingError as error:
                 return error
-            except UnavailableError as error:
+            except _SILENT as error:
                 self._tell(name, error)
                 return error
 
         return dict(zip(nodes, ordered_parallel_map(ask, nodes), strict=True))
 
     def _require_all(self, answers: Mapping[str, object], consequence: str) -> None:
-        silent = [name for name, answer in answers.items() if isinstance(answer, UnavailableError)]
+        silent = [name for name, answer in answers.items() if isinstance(answer, _SILENT)]
         if silent:
             raise UnavailableError(
                 f"{self.url}: nodes [{first_three(silent)}] do not answer, and {consequence}; expected an "

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.ports.store import Store
-from holdfast.errors import ConflictError, CorruptError, MissingError, UnavailableError
+from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import Settings
 from holdfast.stored.peers.parity_files import parity_keys, protect
 from holdfast.stored.peers.union import PeerStore
@@ -40,6 +40,7 @@ class Nodes:
     def __init__(self, folder: Path, count: int, keepers: int = 3) -> None:
         self.folder, self.names = folder, [f"node-{number}" for number in range(count)]
         self.keepers = self.names[:keepers]
+        self.packs: dict[str, dict[str, int]] = {name: {} for name in self.names}
         self.stores: dict[str, SilentStore] = {name: self.new_store(name) for name in self.names}
 
     def new_store(self, name: str) -> SilentStore:
@@ -58,6 +59,7 @@ class Nodes:
         packs = {}
         for number, size in enumerate(sizes):
             key = f"{ATTEMPT}r{number:05d}.safetensors"
+            self.packs[self.names[number]] = {key: size}
             packs[key] = np.random.default_rng(number).integers(0, 256, size, np.uint8).tobytes()
             upload = self.at(number).upload(key, size, PART)
             for start in range(0, size, PART):
@@ -67,7 +69,7 @@ class Nodes:
 
     def protect(self, names: list[str] | None = None) -> None:
         for name in names or self.names:
-            protect({each: self.stores[each] for each in names or self.names}, name, ATTEMPT)
+            protect({each: self.stores[each] for each in names or self.names}, name, ATTEMPT, self.packs)
 
 
 def read(store: Store, key: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -239,12 +241,81 @@ def test_parity_that_was_begun_is_made_anew(tmp_path: Path) -> None:
     assert read(nodes.at(0), [*packs][1]) == [*packs.values()][1]
 
 
-def test_a_damaged_table_is_told(tmp_path: Path) -> None:
+def test_a_damaged_table_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nodes = Nodes(tmp_path, 3)
     packs = nodes.put_packs([30_000] * 3)
     nodes.protect()
     table = tmp_path / "node-0" / parity_keys(ATTEMPT)[0]
-    table.write_bytes(table.read_bytes()[:-5])
+    whole = table.read_bytes()
+    for damaged in (whole[:-5], whole.replace(b"30000", b"40000", 1)):
+        table.write_bytes(damaged)
+        assert [read(nodes.at(1), key) for key in packs] == [*packs.values()], "no parity is needed"
+    assert "node-0" in caplog.text
     nodes.lose(2)
-    with pytest.raises(CorruptError, match="table of parity"):
+    with pytest.raises(UnavailableError, match=r"node-0.*no parity"):
         read(nodes.at(1), [*packs][2])
+    table.write_bytes(whole)
+    assert read(nodes.at(1), [*packs][2]) == [*packs.values()][2]
+
+
+def test_parity_outlives_a_node_that_is_protected_again(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    packs = nodes.put_packs([30_000] * 3)
+    nodes.protect()
+    nodes.lose(2)
+    for name in ("node-0", "node-1"):
+        assert protect(dict(nodes.stores), name, ATTEMPT, nodes.packs) == 15_000
+    assert read(nodes.at(0), [*packs][2]) == [*packs.values()][2]
+    (tmp_path / "node-1" / parity_keys(ATTEMPT)[1]).unlink()
+    with pytest.raises(UnavailableError, match="node-2 has 0 packs of 0 bytes; expected 1 of 30000"):
+        nodes.protect()
+
+
+def test_a_holder_that_lists_and_does_not_read_is_no_absent_one(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    packs = nodes.put_packs([30_000] * 4)
+
+    def fails(*arguments: Any) -> None:
+        raise UnavailableError("no answer within 10 s")
+
+    nodes.stores["node-3"].read_into = fails  # type: ignore[method-assign]
+    with pytest.raises(UnavailableError, match="no answer within 10 s"):
+        read(nodes.at(0), [*packs][3])
+
+
+def test_an_agent_of_another_run_holds_up_no_other_node(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    packs = nodes.put_packs([30_000] * 4)
+    nodes.protect()
+
+    def stranger(*arguments: Any, **more: Any) -> Any:
+        raise InvalidError("the agent has another run: found run-8; expected run-7")
+
+    for name in CALLS:
+        setattr(nodes.stores["node-3"], name, stranger)
+    assert [read(nodes.at(0), key) for key in packs] == [*packs.values()]
+
+
+def test_a_lost_pack_is_looked_for_once(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    packs = nodes.put_packs([30_000] * 4)
+    nodes.protect()
+    nodes.lose(3)
+    store, asked = nodes.at(0), list[str]()
+    listing = LocalStore.list
+    for name in nodes.names:
+        node = nodes.stores[name]
+        node.list = lambda prefix="", node=node, **more: asked.append(prefix) or listing(node, prefix, **more)  # type: ignore
+    for _ in range(10):
+        assert read(store, [*packs][3]) == [*packs.values()][3]
+    assert len(asked) == 4
+
+
+def test_parity_of_an_attempt_goes_with_its_packs_alone(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    packs = nodes.put_packs([30_000] * 3)
+    nodes.at(0).put(f"{ATTEMPT}overview.msgpack", b"overview")
+    nodes.protect()
+    nodes.at(0).delete([f"{ATTEMPT}overview.msgpack"])
+    nodes.lose(1)
+    assert read(nodes.at(0), [*packs][1]) == [*packs.values()][1]

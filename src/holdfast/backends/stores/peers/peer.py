@@ -34,16 +34,15 @@ class Peer(Store):
     that is the only writer of both keys.
     """
 
-    def __init__(self, node: str, address: tuple[str, int], credentials: Credentials, timeout_seconds: float) -> None:
+    def __init__(self, address: tuple[str, int], credentials: Credentials, timeout_seconds: float) -> None:
         """Set the place; does no I/O.
 
         Args:
-            node: Name of the node, for messages.
             address: Address and port of the agent.
-            credentials: Run and secret, which the agent must have too.
+            credentials: Run, secret and node, which the agent must have too.
             timeout_seconds: The deadline of each call, from the beginning of the call.
         """
-        self.url = self.where = f"node {node} ({address[0]}:{address[1]})"
+        self.url = self.where = f"node {credentials.node} ({address[0]}:{address[1]})"
         """The node, for messages."""
         self._address, self._credentials, self._timeout_seconds = address, credentials, timeout_seconds
         self._lock = threading.Lock()
@@ -167,8 +166,10 @@ class Peer(Store):
             if is_kept:
                 with self._lock:
                     self._kept.append(link)
-            else:
-                link.close()
+                    stale = [each for each in self._kept if not each.is_fresh()]
+                    self._kept = [each for each in self._kept if each not in stale]
+            for each in stale if is_kept else [link]:
+                each.close()
         return answer, body
 
     def _answer_to(self, link: Link, head: Head, data: bytes = b"") -> Head:
@@ -203,17 +204,20 @@ class Peer(Store):
         room = memoryview(bytearray(min(link.owed_bytes, framing.HEADER_BYTES_MAX)))
         link.receive_into(room)
         text = shown(bytes(room).decode("utf-8", "replace")) or f"refused, status {answer.line}"
-        return _ERROR_OF.get(answer.line, TemporaryError)(f"{self.where}: {line}: {text}")
+        if answer.line in _ERROR_OF:
+            return _ERROR_OF[answer.line](f"{self.where}: {line}: {text}")
+        # The agent may have stored the object, and failed after that.
+        return TemporaryError(f"{self.where}: {line}: {text}", may_take_effect=True)
 
     def _connected(self) -> Link:
-        """Return a new connection to an agent that has the same version, run and secret.
+        """Return a new connection to an agent that has the same version, run, node and secret.
 
         Raises:
             InvalidError: The agent has another one.
         """
         link = Link.connected(self._address, self.where, self._timeout_seconds)
         try:
-            own, ours = new_nonce(), {framing.WIRE_VERSION: framing.VERSION, framing.RUN: self._credentials.run}
+            own, ours = new_nonce(), self._credentials.identity
             answer = self._answer_to(link, Head(framing.GREETING, ours | {NONCE: own}))
             for name, expected in ours.items():
                 if (found := shown(answer.fields.get(name, expected))) != expected:

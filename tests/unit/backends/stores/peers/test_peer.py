@@ -22,7 +22,7 @@ from holdfast.base.wire.framing import PAGE_NAMES, Credentials, Exchange, Head, 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import Settings
 
-CREDENTIALS = Credentials("run-7", bytes(range(32)))
+CREDENTIALS = Credentials("run-7", bytes(range(32)), "n3")
 FLIPS = 300
 
 
@@ -95,12 +95,12 @@ def test_a_flipped_bit_of_an_answer_is_found_wherever_it_is(store: LocalStore) -
     with closing(PeerServer(store, CREDENTIALS, "127.0.0.1")) as server:
         flipping = Flipping(server.address)
         with listening(flipping) as address:
-            with closing(Peer("n3", address, CREDENTIALS, 10)) as peer:
+            with closing(Peer(address, CREDENTIALS, 10)) as peer:
                 assert bytes(peer.get("small", 300)) == content
             answer_bytes = flipping.passed_bytes[True]
             found = {}
             for flipping.bit in sorted(chance.sample(range(8 * answer_bytes), FLIPS)):
-                with closing(Peer("n3", address, CREDENTIALS, 0.3)) as peer:
+                with closing(Peer(address, CREDENTIALS, 0.3)) as peer:
                     try:
                         got = bytes(peer.get("small", 300))
                     except (UnavailableError, CorruptError, InvalidError) as error:
@@ -121,7 +121,7 @@ def test_a_flipped_bit_of_a_request_stores_nothing_else(store: LocalStore) -> No
         flipping.is_to_rank = False
         with listening(flipping) as address:
             for flipping.bit in (-1, *sorted(chance.sample(range(8 * 850), FLIPS // 3))):
-                with closing(Peer("n3", address, CREDENTIALS, 0.3)) as peer:
+                with closing(Peer(address, CREDENTIALS, 0.3)) as peer:
                     try:
                         peer.put_if_absent("small", content)
                     except CheckpointError as error:
@@ -164,7 +164,7 @@ def lying(
 
 
 def asked(serve: Callable[[socket.socket], None], call: Callable[[Peer], object], seconds: float = 5) -> object:
-    with listening(serve) as address, closing(Peer("n3", address, CREDENTIALS, seconds)) as peer:
+    with listening(serve) as address, closing(Peer(address, CREDENTIALS, seconds)) as peer:
         return call(peer)
 
 
