@@ -150,22 +150,24 @@ class Agent:
 
     def _root_error(self) -> str:
         """Return why the root cannot be read: this process may lack the credentials of the job. Empty if it can be."""
-        other_run: InvalidError | None = None
-        for _ in range(2):
-            try:
-                read_run_id(self._drain.run.root)
-            except CheckpointError as error:
-                return str(error)
-            try:
+        if error := self._reading_error():
+            return error
+        try:
+            with suppress(UnavailableError):
                 self._drain.require_run()
-            except UnavailableError:
-                return ""
-            except InvalidError as error:  # Or the root went away between the two reads: then the next one says so.
-                other_run = error
-            else:
-                return ""
-        assert other_run is not None, "the second pass ends as the first"
-        raise other_run
+        except InvalidError:
+            # The root may have gone between the two reads.
+            if error := self._reading_error():
+                return error
+            raise
+        return ""
+
+    def _reading_error(self) -> str:
+        try:
+            read_run_id(self._drain.run.root)
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     def _orphaned(self) -> bool:
         """Wait for a job, then drain, and wait again; True at the end of the agent, False once a job lives."""
