@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +54,22 @@ def test_a_report_that_comes_late_is_read(root: Path) -> None:
     assert watch.version != version
 
 
+@contextmanager
+def without_answers(watch: api.RunWatch, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let no listing of the store of a watch be answered."""
+
+    def fails(self: object, prefix: str = "", **more: object) -> Any:
+        raise UnavailableError("the store does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(watch._places[0]._store), "list", fails)
+        yield
+
+
 def test_a_store_that_failed_once_is_asked_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = api.watch_run(root)
     watch.refresh()
-    with monkeypatch.context() as patch:
-
-        def fails(self: object, prefix: str = "", **more: object) -> Any:
-            raise UnavailableError("the store does not answer")
-
-        patch.setattr(type(watch._places[0]._store), "list", fails)
+    with without_answers(watch, monkeypatch):
         watch.read_saves(40)
     assert not watch.works and len(watch.unreadable) == STEPS
     assert all(work is not None for work in read(watch).values())
@@ -204,12 +213,7 @@ def test_reports_that_cannot_be_listed_hold_up_nothing(root: Path, tmp_path: Pat
 def test_more_unreadable_saves_than_are_read_at_once_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = api.watch_run(root)
     watch.refresh()
-    with monkeypatch.context() as patch:
-
-        def fails(self: object, prefix: str = "", **more: object) -> Any:
-            raise UnavailableError("the store does not answer")
-
-        patch.setattr(type(watch._places[0]._store), "list", fails)
+    with without_answers(watch, monkeypatch):
         assert [watch.read_saves(2) for _ in range(4)] == [3, 1, 0, 0]
         version = watch.version
         assert watch.read_saves(2) == 0 and watch.version == version
