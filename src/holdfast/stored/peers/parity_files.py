@@ -167,6 +167,20 @@ def read_table(node: Store, attempt: str) -> ParityTable:
 
 
 @dataclass(frozen=True, slots=True)
+class PackGroup:
+    """The group of the node that wrote a pack."""
+
+    table: ParityTable
+    """A table of the group."""
+
+    number: int
+    """The number of the node that wrote the pack."""
+
+    nodes: Mapping[int, str]
+    """By number, the nodes that have parity of the group."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptPlaces:
     """Where the packs of an attempt are."""
 
@@ -179,11 +193,11 @@ class AttemptPlaces:
     silent: Sequence[str]
     """Nodes that did not answer."""
 
-    def group_of(self, key: str) -> tuple[int, Mapping[int, tuple[str, ParityTable]]] | None:
-        """Return the number of the node that had a pack, and by number the nodes with parity of its group."""
+    def group_of(self, key: str) -> PackGroup | None:
+        """Return the group of the node that wrote a pack; None if no table names the pack."""
         for table in self.tables.values():
             for number, packs in enumerate(table.packs):
                 if key in packs:
-                    same = ((name, each) for name, each in self.tables.items() if each.packs == table.packs)
-                    return number, {each.number: (name, each) for name, each in same}
+                    same = ((each.number, name) for name, each in self.tables.items() if each.packs == table.packs)
+                    return PackGroup(table, number, dict(same))
         return None

@@ -1,8 +1,9 @@
 """The folders of all nodes of a job as one store: the near tier of a run in the memory of its nodes.
 
-A rank writes its packs into the folder of its own node. A small object goes to the keepers, and is stored once two of
-them have it, or the only one. A read asks the own folder, then the keepers, then all other nodes. A pack of a lost node
-is read as the XOR of ranges that the other nodes of its group hold (`parity_files.py`).
+A rank writes packs into the folder of the rank's node. A small object goes to the keepers, and is stored once two
+keepers have the object, or the only one. A read of a small object asks the keepers, then all other nodes. A read of a
+pack asks the own folder, then the node that has the pack. A pack of a lost node is read as the XOR of ranges that the
+other nodes of the group hold (`parity_files.py`).
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ class PeerStore(Store):
         for name, answer in self._answers(others, lambda store: store.size(key)).items():
             if isinstance(answer, int):
                 return call(self._nodes[name])
-        if len({*self._keepers} - silent) < quorum(len(self._keepers)):
+        if self._are_too_few(silent):
             raise UnavailableError(
                 f"{self.url}/{key}: keepers {sorted(silent)} do not answer; expected {quorum(len(self._keepers))} of "
                 f"{len(self._keepers)}. Start their agents again, or read from the root"
@@ -244,9 +245,12 @@ class PeerStore(Store):
         with suppress(MissingError):
             return call(self._own)
         for found in self._looks(attempt):
-            for holds_it, read in ((key in found.holders, partial(self._at, call, key)), (True, rebuild)):
-                if read is None or not holds_it or (read is rebuild and found.group_of(key) is None):
-                    continue
+            reads: list[Callable[[AttemptPlaces], _Result]] = []
+            if key in found.holders:
+                reads.append(partial(self._at, call, key))
+            if rebuild is not None and found.group_of(key) is not None:
+                reads.append(rebuild)
+            for read in reads:
                 try:
                     return read(found)
                 except MissingError:
@@ -292,17 +296,18 @@ class PeerStore(Store):
         return found
 
     def _lost_bytes(self, key: str, attempt: AttemptPlaces) -> int:
-        number, group = attempt.group_of(key) or (0, {})
-        return next(table.packs[number][key] for _, table in group.values())
+        group = attempt.group_of(key)
+        assert group is not None, "only a pack in a table is rebuilt"
+        return group.table.packs[group.number][key]
 
     def _rebuild(self, attempt: AttemptPlaces, key: str, start: int, stop: int, buffer: memoryview) -> None:
         """Fill a buffer with a range of a pack of a lost node."""
-        number, group = attempt.group_of(key) or (0, {})
-        table = next(table for _, table in group.values())
-        held = attempt.holders
+        group, held = attempt.group_of(key), attempt.holders
+        assert group is not None, "only a pack in a table is rebuilt"
+        table = group.table
         lost = [at for at, packs in enumerate(table.packs) if any(packs[each] for each in packs if each not in held)]
-        inputs = table.stripe.rebuild(number, key, start, stop, lost)
-        if absent := {each.member for each in inputs if each.key is None} - group.keys():
+        inputs = table.stripe.rebuild(group.number, key, start, stop, lost)
+        if absent := {each.member for each in inputs if each.key is None} - group.nodes.keys():
             raise UnavailableError(
                 f"{self.url}/{key}: nodes {sorted(table.nodes[each] for each in absent)} have no parity of the pack; "
                 "expected parity on each other node of the group. Read the step from the root"
@@ -310,13 +315,13 @@ class PeerStore(Store):
 
         def read(each: ParityInput, part: memoryview) -> None:
             at = parity_keys(attempt_of(key) or "")[1] if each.key is None else each.key
-            node = group[each.member][0] if each.key is None else attempt.holders[at]
+            node = group.nodes[each.member] if each.key is None else held[at]
             try:
                 self._nodes[node].read_into(at, [(each.start, each.stop)], [part])
             except MissingError as error:  # Not the pack that is asked for.
                 raise UnavailableError(f"{self.url}/{key}: cannot be rebuilt: {error}") from error
 
-        self._tell(table.nodes[number], None)
+        self._tell(table.nodes[group.number], None)
         target = buffer.cast("B") if buffer.nbytes else buffer
         memory = allocate_aligned(min(max(stop - start, 1), WINDOW_BYTES))
         for at, part in xor_windows(inputs, stop - start, memory, read):
@@ -350,7 +355,7 @@ class PeerStore(Store):
         """Return the answers of the nodes that answer, of which enough are keepers to know of each small object."""
         answers = self._answers(self._nodes, call)
         silent = {name for name, answer in answers.items() if isinstance(answer, CheckpointError)}
-        if len({*self._keepers} - silent) < quorum(len(self._keepers)):
+        if self._are_too_few(silent):
             self._require_all(answers, "may have objects that no other node has")
         return [answer for answer in answers.values() if not isinstance(answer, CheckpointError)]
 
@@ -369,6 +374,10 @@ class PeerStore(Store):
                 return error
 
         return dict(zip(nodes, ordered_parallel_map(ask, nodes), strict=True))
+
+    def _are_too_few(self, silent: set[str]) -> bool:
+        """Return whether too few keepers have answered to know of each small object."""
+        return len({*self._keepers} - silent) < quorum(len(self._keepers))
 
     def _require_all(self, answers: Mapping[str, object], consequence: str) -> None:
         silent = [name for name, answer in answers.items() if isinstance(answer, _SILENT)]

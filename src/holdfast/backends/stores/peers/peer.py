@@ -42,7 +42,7 @@ class Peer(Store):
             credentials: Run, secret and node, which the agent must have too.
             timeout_seconds: The deadline of each call, from the beginning of the call.
         """
-        self.url = self.where = f"node {credentials.node} ({address[0]}:{address[1]})"
+        self.url = f"node {credentials.node} ({address[0]}:{address[1]})"
         """The node, for messages."""
         self._address, self._credentials, self._timeout_seconds = address, credentials, timeout_seconds
         self._lock = threading.Lock()
@@ -85,7 +85,7 @@ class Peer(Store):
         while has_more:
             target = f"/{prefix}?after={last}" if last else f"/{prefix}"
             page = self._ask(f"GET {target}", OK, room=framing.PAGE_BYTES_MAX)[1]
-            entries, has_more = framing.decode_page(page, prefix, last, self.where)
+            entries, has_more = framing.decode_page(page, prefix, last, self.url)
             for entry in entries:
                 if up_to is not None and entry.key > up_to:
                     return
@@ -125,7 +125,7 @@ class Peer(Store):
     def _put(self, key: str, data: bytes, fields: dict[str, str]) -> None:
         split_key(key)
         if len(data) > SMALL_BYTES_MAX:
-            raise InvalidError(f"{self.where}: {key} has {len(data)} bytes; expected at most {SMALL_BYTES_MAX}")
+            raise InvalidError(f"{self.url}: {key} has {len(data)} bytes; expected at most {SMALL_BYTES_MAX}")
         digest = {LENGTH: str(len(data)), DIGEST: hashlib.sha256(data).hexdigest()}
         self._ask(f"PUT /{key}", OK, fields | digest, data)
 
@@ -185,7 +185,7 @@ class Peer(Store):
 
     def _unproven(self, found: str) -> TemporaryError:
         why = "another machine sent it, or a byte changed on the way"
-        return TemporaryError(f"{self.where}: {found}; {why}. Retry", may_take_effect=True)
+        return TemporaryError(f"{self.url}: {found}; {why}. Retry", may_take_effect=True)
 
     def _body(self, link: Link, answer: Head, line: str, room: Room) -> memoryview:
         count = link.owed_bytes
@@ -193,10 +193,10 @@ class Peer(Store):
             room = memoryview(bytearray(count))
         if isinstance(room, int) or count != len(room):
             expected = f"at most {room}" if isinstance(room, int) else len(room)
-            raise CorruptError(f"{self.where}: {line}: {count} bytes; expected {expected}. Read another copy")
+            raise CorruptError(f"{self.url}: {line}: {count} bytes; expected {expected}. Read another copy")
         link.receive_into(room)
         if DIGEST in answer.fields and count and hashlib.sha256(room).hexdigest() != answer.fields[DIGEST]:
-            raise CorruptError(f"{self.where}: {line}: the bytes are not those that the agent sent. Read another copy")
+            raise CorruptError(f"{self.url}: {line}: the bytes are not those that the agent sent. Read another copy")
         return room
 
     def _refusal(self, link: Link, answer: Head, line: str) -> CheckpointError:
@@ -205,9 +205,9 @@ class Peer(Store):
         link.receive_into(room)
         text = shown(bytes(room).decode("utf-8", "replace")) or f"refused, status {answer.line}"
         if answer.line in _ERROR_OF:
-            return _ERROR_OF[answer.line](f"{self.where}: {line}: {text}")
+            return _ERROR_OF[answer.line](f"{self.url}: {line}: {text}")
         # The agent may have stored the object, and failed after that.
-        return TemporaryError(f"{self.where}: {line}: {text}", may_take_effect=True)
+        return TemporaryError(f"{self.url}: {line}: {text}", may_take_effect=True)
 
     def _connected(self) -> Link:
         """Return a new connection to an agent that has the same version, run, node and secret.
@@ -215,7 +215,7 @@ class Peer(Store):
         Raises:
             InvalidError: The agent has another one.
         """
-        link = Link.connected(self._address, self.where, self._timeout_seconds)
+        link = Link.connected(self._address, self.url, self._timeout_seconds)
         try:
             own, ours = new_nonce(), self._credentials.identity
             answer = self._answer_to(link, Head(framing.GREETING, ours | {NONCE: own}))
@@ -234,7 +234,7 @@ class Peer(Store):
 
     def _stranger(self, what: str, found: str, expected: str) -> InvalidError:
         text = f"the agent has another {what}: found {found}; expected {expected}. Start an agent of this run there"
-        return InvalidError(f"{self.where}: {text}")
+        return InvalidError(f"{self.url}: {text}")
 
     def _kept_link(self) -> Link | None:
         """Return a connection that still stands, if one is kept."""
