@@ -199,6 +199,10 @@ class Policies:
     """Which steps are kept; None for all."""
 
 
+PEERS_SCHEME = "peers://"
+"""Begins the path of a near tier of which each node has a folder of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tier:
     """The near tier of a run: a fast folder before the root, seen by every rank.
@@ -211,7 +215,8 @@ class Tier:
     """
 
     path: object
-    """The folder, as str or Path."""
+    """The folder, as str or Path; or `peers:///folder`, where each node has a folder of its own, and the nodes protect
+    each other: see docs/memory.md."""
 
     every: int | SavePolicy
     """When `maybe_save` saves near: every so many steps, or by a policy. Steps that are due at the root are saved near
@@ -233,12 +238,29 @@ class Tier:
     linger_seconds: float = 1800.0
     """Seconds after this drain for which the near tier stays, for a job that comes late."""
 
+    group: int | None = None
+    """Of peers: smallest number of nodes that protect each other; each group stands the loss of any one of its nodes.
+    None for 2 in a job of fewer than 8 nodes, else 4."""
+
+    protect_timeout_seconds: float = 30.0
+    """Of peers: seconds until `replicated`, after which that moment fails."""
+
+    max_bytes_per_second: float | None = None
+    """Of peers: most bytes that each node pulls in a second to protect others; None for no limit."""
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether each node has a folder of its own."""
+        return str(self.path).startswith(PEERS_SCHEME)
+
     def __post_init__(self) -> None:
         text = self.path.__fspath__() if hasattr(self.path, "__fspath__") else self.path
-        if not isinstance(text, str) or not text or "://" in text:
+        is_url = isinstance(text, str) and "://" in text.removeprefix(f"{PEERS_SCHEME}/")
+        if not isinstance(text, str) or not text or is_url:
             raise InvalidError(
-                f"Tier({str(self.path)[:80]!r}): expected a folder that every rank sees, as str or Path. A "
-                "URL is the root: CheckpointManager(URL, near=Tier(folder))"
+                f"Tier({str(self.path)[:80]!r}): expected a folder that every rank sees, as str or Path, or "
+                "'peers:///folder' for a folder on each node. A URL is the root: CheckpointManager(URL, "
+                "near=Tier(folder))"
             )
         object.__setattr__(self, "path", text)
         if is_whole(self.every) and self.every < 1:
@@ -252,12 +274,25 @@ class Tier:
             raise InvalidError(
                 f"Tier(keep_last={self.keep_last!r}): expected a positive whole number of steps, or None"
             )
-        for name in ("orphan_seconds", "linger_seconds"):
+        for name in ("orphan_seconds", "linger_seconds", "protect_timeout_seconds"):
             seconds = getattr(self, name)
             if not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
                 raise InvalidError(f"Tier({name}={seconds!r}): expected seconds, 0 or more")
+        self._check_peers()
         if self.bytes_max is not None and (not is_whole(self.bytes_max) or self.bytes_max < 1):
             raise InvalidError(f"Tier(bytes_max={self.bytes_max!r}): expected a positive number of bytes, or None")
+
+    def _check_peers(self) -> None:
+        if self.group is not None and (not is_whole(self.group) or self.group < 2):
+            raise InvalidError(f"Tier(group={self.group!r}): expected 2 nodes or more, or None")
+        cap = self.max_bytes_per_second
+        if cap is not None and not 0 < cap < math.inf:
+            raise InvalidError(f"Tier(max_bytes_per_second={cap!r}): expected a positive number of bytes, or None")
+        if not self.has_peers and (self.group, cap) != (None, None):
+            raise InvalidError(
+                f"Tier({str(self.path)[:80]!r}, group=…, max_bytes_per_second=…): are of peers alone; expected "
+                "Tier('peers:///folder', …)"
+            )
 
 
 SAVE_RULES = (EveryNSteps, EverySeconds, AtSteps, OnRequest)

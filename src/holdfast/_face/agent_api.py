@@ -103,12 +103,17 @@ def agent_command(tier: Tier, near: str, root: Store, settings: Settings) -> Seq
     return [*command_of("holdfast._face.agent_api:main"), json.dumps(request)]
 
 
+def yield_processor() -> None:
+    """Let training go first."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+
+
 def main() -> int:
     """Run the agent that a job has started."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     request = json.loads(sys.argv[2])
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+    yield_processor()
     try:
         agent(request.pop("near"), request.pop("root"), settings=settings_in(request.pop("settings")), **request)
     except MissingError as gone:  # The job was so short that its end came first.

@@ -117,7 +117,7 @@ class CheckpointManager(StoredSteps):
         store = wiring.store_at(root, settings)
         job = wiring.saving_job(process_group, settings, store.url)
         handler = preemption_handler_of(job, wanted)
-        place = None if near is None else near_at(near, store, settings, options)
+        place = None if near is None else near_at(near, store, settings, job, options)
         self._open(store, job, References(settings.allowed_roots), policies, observers, handler, options, place)
         self._position.starts_over = start_over
         self._follows_default_group = process_group is None
@@ -159,7 +159,8 @@ class CheckpointManager(StoredSteps):
         require_no_checkpoint(store)
         self._store, self._job, self._keep = store, job, policies.keep
         self._dispatcher = EventDispatcher(observers, job.clock)
-        self._due = DueSteps(job, store.url, policies.save, None if near is None else near.save)
+        has_peers = near is not None and near.peers is not None
+        self._due = DueSteps(job, store.url, policies.save, None if near is None else near.save, heals=has_peers)
         self._preemption = preemption_handler
         run = store if near is None else TwoRoots(near.store, store)
         state = RunState(job, CheckpointLocation(run, "", None, references=references, root=run), policies.keep)
@@ -384,6 +385,8 @@ class CheckpointManager(StoredSteps):
             self._preemption.forget_last()
         if loaded.location.step is not None:
             self._due.note_loaded(loaded.location.step)
+            if self._near is not None:
+                self._near.note_loaded(loaded.location.step, loaded.manifest.digest)
 
     def _load_with_log(self, request: LoadRequest, find: StepQuery | None, named: StepName) -> int | None:
         """Load the newest valid step or a given one, follow the redo log, and continue training from there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 from holdfast._face import wiring
 from holdfast._face.agent_api import agent_command
@@ -14,7 +15,9 @@ from holdfast.core.engine.memory_limits import memory_domains
 from holdfast.errors import InvalidError
 from holdfast.policies import Tier
 from holdfast.settings import Differential, Settings
+from holdfast.training.coordination.job import Job
 from holdfast.training.runs.tiers.near import NearPlace
+from holdfast.training.runs.tiers.protecting import PeerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +25,16 @@ _MEMORY_SHARE = 4
 """A near tier in memory takes a quarter: training and DataLoader workers need the rest."""
 
 
-def near_at(tier: object, root: Store, settings: Settings, differential: Differential | None = None) -> NearPlace:
-    """Return the near tier of a run.
+def near_at(
+    tier: object, root: Store, settings: Settings, job: Job, differential: Differential | None = None
+) -> NearPlace:
+    """Return the near tier of a run; of peers a collective.
 
     Args:
         tier: As the caller passed it.
         root: The root of the run.
         settings: How to reach storage.
+        job: The ranks.
         differential: The redo log that the caller wants; None for none.
     Raises:
         InvalidError: It is no `Tier`, is the root, lies in the root or around it, or belongs to another user; or the
@@ -38,6 +44,8 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
         raise InvalidError(f"near={str(tier)[:80]!r}: expected holdfast.Tier('/local/folder', every=10)")
     if differential is not None:
         raise InvalidError(f"near={tier.path} with differential: a redo log needs one place; expected one of the two")
+    if tier.has_peers:
+        return _peers(tier, root, settings, job)
     path = os.path.realpath(os.path.expanduser(str(tier.path)))
     at_root = os.path.realpath(root.url) if root.url.startswith("/") else ""
     if at_root and os.path.commonpath([path, at_root]) in (path, at_root):
@@ -53,8 +61,6 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
         )
     is_memory = is_in_memory(path)
     _require_own_folder(tier, path, is_memory)
-    keep_last = tier.keep_last if tier.keep_last is not None else 1 if is_memory else 2
-    assert not isinstance(tier.every, int), "the tier has made a policy of a number"
     if is_memory:
         os.makedirs(path, mode=0o700, exist_ok=True)
         if os.stat(path).st_mode & 0o077:
@@ -62,13 +68,39 @@ def near_at(tier: object, root: Store, settings: Settings, differential: Differe
                 f"near={tier.path}: other users may look into the folder; expected mode 0700, since all users of "
                 f"the host share its memory. Nothing was touched. chmod 700 {path}"
             )
-    store = wiring.near_store_at(path, settings)
+    store = wiring.near_folder_at(path, settings)
+    command = agent_command(tier, path, root, settings) if tier.agent else ()
+    return _place(tier, store, store, is_memory, agent=command)
+
+
+def _peers(tier: Tier, root: Store, settings: Settings, job: Job) -> NearPlace:
+    # Imported here: the wire needs h11, of the extra `agent`.
+    from holdfast._face.peer_place import peers_at
+
+    if not wiring.is_named_by_url(root):
+        raise InvalidError(
+            f"near={tier.path}: no agent can open the root {root.url}; expected a path or a URL as the root"
+        )
+    peers = peers_at(tier, root, settings, job)
+    return _place(tier, peers.store, peers.folder, is_in_memory(peers.folder.url), peers=peers.group)
+
+
+def _place(
+    tier: Tier,
+    store: Store,
+    folder: LocalStore,
+    is_memory: bool,
+    *,
+    agent: Sequence[str] = (),
+    peers: PeerGroup | None = None,
+) -> NearPlace:
+    keep_last = tier.keep_last if tier.keep_last is not None else 1 if is_memory else 2
+    assert not isinstance(tier.every, int), "the tier has made a policy of a number"
     bytes_max = tier.bytes_max
     if is_memory and bytes_max is None:
-        bytes_max = _memory_for(store)
-    command = agent_command(tier, path, root, settings) if tier.agent else ()
-    spares = (store.spare_bytes, store.drop_spares) if isinstance(store, ShelfStore) else None
-    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, spares, command)
+        bytes_max = _memory_for(folder)
+    spares = (folder.spare_bytes, folder.drop_spares) if isinstance(folder, ShelfStore) else None
+    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, spares, agent, peers)
 
 
 def _require_own_folder(tier: Tier, path: str, is_memory: bool) -> None:

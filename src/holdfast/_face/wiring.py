@@ -29,6 +29,7 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.values import FrameworkValue
 from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_of_folder
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.policies import PEERS_SCHEME
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
@@ -106,8 +107,8 @@ def run_of(root: Store, settings: Settings, near: str | None = None, *, writes: 
     path = near or ("" if record is None else record.url)
     if not path:
         return root
-    store = near_store_at(path, settings)
     try:
+        store = near_store_at(path, settings)
         if root_of_near(store) == root.url and read_run_id(store) == read_run_id(root):
             return TwoRoots(store, root)
     except CheckpointError:
@@ -144,7 +145,20 @@ def local_at(path: str, settings: Settings) -> LocalStore:
     return LocalStore(path, settings=settings, mode_from=(RUN_FILE, MANIFEST_FILE))
 
 
-def near_store_at(near: str, settings: Settings) -> LocalStore:
+def near_store_at(near: str, settings: Settings) -> Store:
+    """Return a near tier: a folder, or the folders of all nodes as a node of the job sees them.
+
+    Raises:
+        MissingError: This host has no folder of a node.
+    """
+    if near.startswith(PEERS_SCHEME):
+        from holdfast._face.peer_nodes import seen_from_here
+
+        return seen_from_here(near, settings)
+    return near_folder_at(near, settings)
+
+
+def near_folder_at(near: str, settings: Settings) -> LocalStore:
     """Return the folder of a near tier: in memory, the memory of deleted files is used again."""
     path = os.path.realpath(os.path.expanduser(near))
     store = ShelfStore if is_in_memory(path) else LocalStore

@@ -9,7 +9,7 @@ other nodes of the group hold (`parity_files.py`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -60,7 +60,14 @@ class _TakerError(Exception):
 class PeerStore(Store):
     """The folders of all nodes. Any thread may make any call."""
 
-    def __init__(self, url: str, nodes: Mapping[str, Store], own: str, keepers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        url: str,
+        nodes: Mapping[str, Store],
+        own: str,
+        keepers: Sequence[str],
+        former: Collection[str] = frozenset(),
+    ) -> None:
         """Do no I/O.
 
         Args:
@@ -68,13 +75,25 @@ class PeerStore(Store):
             nodes: The folder of each node of the roster, by name.
             own: The node of this rank.
             keepers: Nodes that hold the small objects, in the order in which they are asked.
+            former: Nodes that are no part of the job: they may hold steps of earlier jobs, and may be gone for good.
         """
-        self.url, self._nodes, self._own, self._keepers = url, nodes, nodes[own], keepers
+        self.url, self._nodes, self._own, self._keepers, self._former = url, nodes, nodes[own], keepers, former
+        self._forgotten = frozenset[str]()
         # An agent may carry out a call after the caller has given the call up.
         self.traits = replace(self._own.traits, maps_files=False, failed_calls_are_over=False)
         self._attempts: dict[str, AttemptPlaces] = {}
         """Attempts whose packs were looked for on other nodes: the packs of a committed attempt never move."""
         self._told: set[str] = set()
+
+    def forget_former(self) -> bool:
+        """Ask nodes that are no part of the job no more: a newer step is on the nodes of the job.
+
+        Returns:
+            Whether there were any.
+        """
+        former, self._former = self._former, frozenset[str]()
+        self._forgotten |= {*former}
+        return bool(former)
 
     # ------------------------------------------------------------------------------------------------- reads
 
@@ -373,6 +392,7 @@ class PeerStore(Store):
                 self._tell(name, error)
                 return error
 
+        nodes = {name: store for name, store in nodes.items() if name not in self._forgotten}
         return dict(zip(nodes, ordered_parallel_map(ask, nodes), strict=True))
 
     def _are_too_few(self, silent: set[str]) -> bool:
@@ -380,7 +400,7 @@ class PeerStore(Store):
         return len({*self._keepers} - silent) < quorum(len(self._keepers))
 
     def _require_all(self, answers: Mapping[str, object], consequence: str) -> None:
-        silent = [name for name, answer in answers.items() if isinstance(answer, _SILENT)]
+        silent = [name for name, answer in answers.items() if isinstance(answer, _SILENT) and name not in self._former]
         if silent:
             raise UnavailableError(
                 f"{self.url}: nodes [{first_three(silent)}] do not answer, and {consequence}; expected an "

@@ -91,6 +91,8 @@ class RunParts:
         self.why_no_room: Callable[[int], str] | None = None
         """Takes the bytes of the state; returns why the place has no room for the next step, empty if there is room.
         Set for a near tier."""
+        self.replicates = False
+        """Whether the nodes of the place protect each other. Set for a near tier of peers."""
         self._home = CheckpointLocation(store, "", None, references=state.home.references, root=store)
         self._committed: tuple[int, BaseStep | None] = -1, None
         """The step that this rank committed last into the place, and how many loads had begun then."""
@@ -115,7 +117,9 @@ class RunParts:
     def base(self) -> BaseStep | None:
         """The last step that this rank saved into the place, or loaded. Whether the place has it, the claim looks."""
         begun_loads, committed = self._committed
-        return committed if begun_loads == self.position.begun_loads else self.position.base
+        # The packs of a loaded step may lie on nodes that are lost, or no part of the job: a step of peers stands alone.
+        loaded = None if self.replicates else self.position.base
+        return committed if begun_loads == self.position.begun_loads else loaded
 
     def note_base(self, base: BaseStep) -> None:
         """Record the step that this rank committed last into the place."""

@@ -96,6 +96,7 @@ class StepRequest:
             self.lineage.parent,
             tier=parts.tier,
             near_only=passed.near_only,
+            replicates=parts.replicates,
         )
         """Where the step goes."""
         self.pin = StepPin(self._step)

@@ -41,12 +41,19 @@ class SaveHandle:
     """A save in progress.
 
     `staged`: training may change the state. `near`: the checkpoint is visible in the place to which the save writes,
-    which is the near tier if there is one. `committed`: the checkpoint is durable and visible in the root; the result
-    is the `SaveReport`. `replicated`: the same as committed. A failure ends every moment not yet reached.
+    which is the near tier if there is one. `replicated`: in a near tier of peers, the loss of a node no longer loses
+    the step; elsewhere the same as committed. `committed`: the checkpoint is durable and visible in the root; the
+    result is the `SaveReport`. A failure ends every moment not yet reached.
     """
 
     def __init__(
-        self, name: str, *, awaited: bool = False, history: SaveHistory | None = None, near_only: bool = False
+        self,
+        name: str,
+        *,
+        awaited: bool = False,
+        history: SaveHistory | None = None,
+        near_only: bool = False,
+        replicates: bool = False,
     ) -> None:
         """Start with no moment reached.
 
@@ -54,9 +61,11 @@ class SaveHandle:
             name: Name of the save, for messages.
             awaited: Whether the caller waits for the commit in any case, so that a failure need not be logged.
             history: Counts the failures in a row; None: a history of this save alone.
-            near_only: Whether the step stays in the near tier: then the last moment is `near`.
+            near_only: Whether the step stays in the near tier: then the last moment is `near`, or `replicated`.
+            replicates: Whether the nodes of the near tier protect each other.
         """
-        self._last: Moment = "near" if near_only else "committed"
+        self._last: Moment = "committed" if not near_only else "replicated" if replicates else "near"
+        self._replicates = replicates
         self.name = name
         """Name of the save, for messages."""
         self._history = history or SaveHistory(SystemClock())
@@ -115,7 +124,7 @@ class SaveHandle:
     def _never(self, moment: str) -> InvalidError:
         return InvalidError(
             f"{self.name}: moment={moment!r}, and the step stays in the near tier, since neither every=… nor save() "
-            "made the step due at the root; expected wait('near'). To have the root get the step, tag it"
+            f"made the step due at the root; expected wait({self._last!r}). To have the root get the step, tag it"
         )
 
     @property
@@ -156,22 +165,33 @@ class SaveHandle:
         self.in_flight = None
         self.reach_staged()  # The training thread may be interrupted right before this call.
         self.near.set_result(report)
-        if self._last == "near":
+        if self._last != "committed":
             self.end_undrained(self._never("committed"))
+
+    def reach_replicated(self) -> None:
+        """Mark the step as safe from the loss of any one node."""
+        with suppress(InvalidStateError):  # The root may have been faster.
+            self.replicated.set_result(None)
+
+    def end_unreplicated(self, error: CheckpointError) -> None:
+        """Record why the nodes do not protect a step that is near."""
+        with suppress(InvalidStateError):
+            self.replicated.set_exception(error)
 
     def reach_committed(self, report: SaveReport) -> None:
         """Mark the step as visible in the root."""
         self.reach_staged()
+        self.reach_replicated()
         with suppress(InvalidStateError):  # The manager may have been closed meanwhile.
-            self.replicated.set_result(None)
             self.committed.set_result(report)
         if not self.near.done():
             self.reach_near(report)  # Last: with this moment the save has ended.
 
     def end_undrained(self, error: CheckpointError) -> None:
         """Record why the root does not get a step that the near tier has."""
+        if not self._replicates:
+            self.end_unreplicated(error)
         with suppress(InvalidStateError):
-            self.replicated.set_exception(error)
             self.committed.set_exception(error)
 
     def fail(self, error: BaseException) -> None:

@@ -102,6 +102,9 @@ class SaveTarget:
     near_only: bool = False
     """Whether the step stays in the near tier, so that the root never has it by itself."""
 
+    replicates: bool = False
+    """Whether the nodes of the place protect each other."""
+
     in_root: SaveTarget | None = None
     """Of a target in the near tier: where the save goes if the near tier has no room."""
 

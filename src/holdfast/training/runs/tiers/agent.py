@@ -29,11 +29,12 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
 from holdfast.base.clock import Clock
+from holdfast.base.ports.store import Store
 from holdfast.base.types.events import Event
 from holdfast.core.format.names import RUN_FILE
 from holdfast.errors import (
@@ -85,7 +86,16 @@ class Agent:
     """The agent of one near tier. One thread runs; a handler of a signal calls `hurry`."""
 
     def __init__(
-        self, drain: NearDrain, clock: Clock, lease_seconds: float, patience: Patience, *, is_memory: bool
+        self,
+        drain: NearDrain,
+        clock: Clock,
+        lease_seconds: float,
+        patience: Patience,
+        *,
+        is_memory: bool,
+        folder: Store | None = None,
+        is_current: Callable[[], bool] = lambda: True,
+        polls_every: int = 1,
     ) -> None:
         """Watch nothing yet.
 
@@ -95,17 +105,21 @@ class Agent:
             lease_seconds: Longest time without a heartbeat of a job whose process cannot be seen from here.
             patience: How long to wait.
             is_memory: Whether the near tier is in memory, and is emptied at the end.
+            folder: The folder of this agent: of a near tier of peers, that of its node. None: the near tier.
+            is_current: Whether the near tier is still made of the same nodes. If not, the watch ends.
+            polls_every: How much more seldom than one agent alone this one looks.
         """
         self._drain = replace(drain, observer=self)
         self._clock, self._lease_seconds, self._patience = clock, lease_seconds, patience
         self._near, self._is_memory = drain.run.near, is_memory
+        self._folder, self._is_current = folder or drain.run.near, is_current
         self._is_hurried = False  # No event: a handler that sets one may have interrupted its wait.
         self._seen: tuple[str, float] = "", 0.0
         """The job in `job.json` whose process cannot be seen from here, and when that job was first seen."""
         self._writers = WriterWatch(self._near, clock, lease_seconds)
         self._state: State = "watching"
         poll_seconds = min(patience.orphan_seconds / _POLLS_PER_ORPHAN, _POLL_SECONDS_MAX)
-        self._poll_seconds = max(poll_seconds, _POLL_SECONDS_MIN)
+        self._poll_seconds = max(poll_seconds, _POLL_SECONDS_MIN) * polls_every
 
     def hurry(self) -> None:
         """End soon: drain at once if no job lives."""
@@ -128,7 +142,13 @@ class Agent:
 
     def _is_there(self) -> bool:
         # The folder may go or be emptied while the agent runs; nothing of it is made again.
-        return all(os.path.exists(os.path.join(self._near.url, name)) for name in (LOCK_FILE, RUN_FILE))
+        is_there = os.path.exists(os.path.join(self._folder.url, LOCK_FILE)) and self._is_current()
+        try:
+            return is_there and (self._near.size(RUN_FILE) > 0 or self._has_manager())
+        except MissingError:
+            return self._has_manager()  # Of peers, the agent is there before the first save.
+        except CheckpointError:
+            return is_there
 
     def _watched(self) -> bool:
         """Return once no job lives; True at the end of the agent."""
@@ -271,11 +291,11 @@ class Agent:
         self._state = state
         logger.info("%s: %s", self._near.url, state)
         root, now = self._drain.run.root.url, self._clock.unix_seconds()
-        status = AgentStatus(self._near.url, root, os.getpid(), state, now, tuple(waiting or ()), error, seconds)
+        status = AgentStatus(self._folder.url, root, os.getpid(), state, now, tuple(waiting or ()), error, seconds)
         # A full near tier must not end the agent: it may be the reason why the job died.
         with suppress(CheckpointError):
-            if os.path.exists(os.path.join(self._near.url, LOCK_FILE)):
-                self._near.put(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False)
+            if os.path.exists(os.path.join(self._folder.url, LOCK_FILE)):
+                self._folder.put(STATUS_FILE, json.dumps(asdict(status)).encode(), durable=False)
 
 
 def run_agent(near: str, agent: Agent) -> None:
@@ -284,11 +304,18 @@ def run_agent(near: str, agent: Agent) -> None:
     Raises:
         ConflictError: Another process is the agent.
     """
-    with agent_lock(near), ExitStack() as ended:
+    with agent_lock(near), hurried_by_signals(agent):
+        agent.run()
+
+
+@contextmanager
+def hurried_by_signals(agent: Agent) -> Iterator[None]:
+    """Let SIGTERM and SIGINT hurry an agent, for a block on the main thread."""
+    with ExitStack() as ended:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 ended.callback(signal.signal, number, signal.signal(number, lambda *_: agent.hurry()))
-        agent.run()
+        yield
 
 
 class AgentStarter:

@@ -18,6 +18,7 @@ from holdfast.errors import CheckpointError, ConflictError
 from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process, this_process
 
 LOCK_FILE, STATUS_FILE, LOG_FILE, JOB_FILE = "agent.lock", "agent.json", "agent.log", "job.json"
+SERVING_FILE = "serving.json"
 """Names in the folder of the near tier. The process that holds the lock of the first is the agent."""
 
 _JOB_BYTES_MAX = 1 << 16
@@ -58,6 +59,30 @@ class AgentStatus:
     """Whether the process runs; found by the reader."""
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Where the agent of a node of peers listens."""
+
+    pid: int
+    """The process."""
+
+    host: str = ""
+    """Its address."""
+
+    port: int = 0
+    """Its port."""
+
+    error: str = ""
+    """Why it could not listen; empty if it does."""
+
+
+def read_serving(folder: str) -> Serving | None:
+    """Return where the last agent of a node listens; None if there was none."""
+    with suppress(OSError, ValueError, TypeError), open(os.path.join(folder, SERVING_FILE), encoding="utf-8") as file:
+        return Serving(**json.load(file))
+    return None
+
+
 def note_job(near: Store, clock: Clock, lease_seconds: float) -> str:
     """Tell an agent that a job has come, from the process of rank 0; return its nonce, empty beside a living job."""
     if has_other_job(near):
@@ -79,6 +104,13 @@ def has_other_job(near: Store) -> bool:
     with suppress(CheckpointError, ValueError, TypeError):
         holder = job_at(near)
         return can_be_seen(holder) and not is_gone(holder) and not is_this_process(holder)
+    return False
+
+
+def has_job_file(near: Store) -> bool:
+    """Return whether a job has come to a near tier, and has not ended; its process may be dead."""
+    with suppress(CheckpointError):
+        return near.size(JOB_FILE) > 0
     return False
 
 

@@ -12,7 +12,9 @@ from holdfast.training.coordination.save_schedule import Schedule
 class DueSteps:
     """The schedules of a run, on one rank: every rank decides equally."""
 
-    def __init__(self, job: Job, url: str, root: SavePolicy | None, near: SavePolicy | None) -> None:
+    def __init__(
+        self, job: Job, url: str, root: SavePolicy | None, near: SavePolicy | None, *, heals: bool = False
+    ) -> None:
         """Decide nothing yet.
 
         Args:
@@ -20,16 +22,22 @@ class DueSteps:
             url: The root, for messages.
             root: When a step is due at the root; None if only calls of `save` say so.
             near: When a step is saved near; None without a near tier.
+            heals: Whether the first step after a load is due near: the nodes that protected the loaded step may be
+                lost, and the next save is protected by those of this job.
         """
         self._url = url
         self.root = None if root is None else Schedule(job, root)
         """Which steps are due at the root."""
         self._near = None if near is None else Schedule(job, near, "near")
+        self._heals = heals
+        self._loaded: int | None = None
+        """The step that was loaded, until the next save."""
 
     def place_of(self, step: int) -> Tier | None:
         """Return where a step is due; None if nowhere. Equal on every rank that asked about the same steps."""
         is_due = [schedule is not None and schedule.is_due(step) for schedule in (self.root, self._near)]
-        return "root" if is_due[0] else "near" if is_due[1] else None
+        is_healing = self._heals and self._loaded not in (None, step)
+        return "root" if is_due[0] else "near" if is_due[1] or is_healing else None
 
     def require_policy(self) -> None:
         """Refuse a loop that says nowhere when to save.
@@ -45,12 +53,14 @@ class DueSteps:
 
     def note_saved(self, step: int, *, near_only: bool) -> None:
         """Record that a save of a step begins. Call it on every rank at the same point of the loop."""
+        self._loaded = None
         for schedule in (None if near_only else self.root, self._near):
             if schedule is not None:
                 schedule.note_saved(step)
 
     def note_loaded(self, step: int) -> None:
         """Record that a step was loaded. Call it on every rank at the same point of the loop."""
+        self._loaded = step
         for schedule in (self.root, self._near):
             if schedule is not None:
                 schedule.note_loaded(step)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three, shown_bytes
-from holdfast.policies import AnyOf, KeepPolicy, LatestN, SavePolicy, Tagged
+from holdfast.policies import PEERS_SCHEME, AnyOf, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.settings import MIB
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.stored.repository.near_tier import empty_near, read_near, require_same_run
@@ -26,6 +26,7 @@ from holdfast.training.runs.tiers.agent_files import forget_job, has_other_job, 
 from holdfast.training.runs.tiers.drain import Drain
 from holdfast.training.runs.tiers.drain_facts import manifest_in, undrained
 from holdfast.training.runs.tiers.offline_drain import NearDrain
+from holdfast.training.runs.tiers.protecting import PeerGroup, Protecting
 from holdfast.training.runs.tiers.room import NearRoom
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.telemetry.dispatcher import EventDispatcher
@@ -61,6 +62,9 @@ class NearPlace:
 
     agent: Sequence[str] = ()
     """The command of the agent; empty for none."""
+
+    peers: PeerGroup | None = None
+    """How the nodes protect each other; None where all ranks see one folder."""
 
 
 class NearTier:
@@ -114,6 +118,10 @@ class NearTier:
         self._job_nonce = ""
         if job.comm.rank == 0:
             self._job_nonce = note_job(place.store, job.clock, job.settings.lease_seconds)
+        self._protecting: Protecting | None = None
+        if place.peers is not None:
+            self.parts.replicates = True
+            self._protecting = Protecting(job, place.peers, place.store, self.parts.pins)
         self.parts.may_collect = lambda: self.drain.has_adopted
         self.parts.on_commit = self._note_commit
         self.parts.why_no_room = self.room.why_not
@@ -121,6 +129,8 @@ class NearTier:
     def watch(self, handle: SaveHandle, request: StepRequest, *, is_due: bool) -> None:
         """Learn from the end of a save whether the near tier takes steps, and end its handle after the drain."""
         handle.near.add_done_callback(self._note_end)
+        if self._protecting is not None:
+            self._protecting.watch(handle, request)
         if is_due:
             self.drain.watch(handle, request)
 
@@ -142,7 +152,14 @@ class NearTier:
                     self._job.warn_once(self._place.store.url, f"the agent cannot bring steps to the root: {error}")
             except OSError as error:
                 self._job.warn_once(self._place.store.url, f"no agent could be started: {error}")
+        if self._protecting is not None:
+            self._protecting.note_commit(step, digest)
         self.drain.note_commit(step, digest, is_due)
+
+    def note_loaded(self, step: int, digest: str) -> None:
+        """Take note of the step that training continues from."""
+        if self._protecting is not None:
+            self._protecting.note_loaded(step, digest)
 
     def close(self, may_wait: Callable[[], bool]) -> None:
         """Drain the newest step, empty a near tier in memory, and end the run in both places.
@@ -158,6 +175,8 @@ class NearTier:
             return may_wait() if deadline is None else job.clock.monotonic_seconds() < deadline
 
         try:
+            if self._protecting is not None:
+                self._protecting.close(may_wait)
             is_whole = self.drain.close(drains)
             if not is_whole and job.process_deadline is not None:
                 # The root is too slow for the grace: its answer to the release must not cost the exit code.
@@ -225,7 +244,8 @@ def _tell_of_other_near(run: TwoRoots) -> None:
     record = read_near(run.root)
     if record is None:
         return
-    if (record.url, record.host) != (run.near.url, platform.node()):
+    is_here = record.host == platform.node() or record.url.startswith(PEERS_SCHEME)
+    if record.url != run.near.url or not is_here:
         logger.warning(
             "%s: the last near tier of the run was %s on host %s, not %s: newer steps may lie there. The first save "
             "leaves these out for good. To keep them: holdfast drain %s",

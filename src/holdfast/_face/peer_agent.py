@@ -1,0 +1,124 @@
+"""The process of the agent of one node of peers: serves the folder, makes parity, and drains if the job is dead."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import quote
+
+from holdfast._face import wiring
+from holdfast._face.agent_api import yield_processor
+from holdfast._face.peer_nodes import peer_at, read_secret, store_of
+from holdfast.agent.serving import PeerServer
+from holdfast.backends.stores.shelf import is_in_memory
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
+from holdfast.base.wire.framing import Credentials, Protection
+from holdfast.core.engine.child_python import settings_in
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError
+from holdfast.stored.peers.parity_files import protect
+from holdfast.stored.peers.roster import Roster, read_roster
+from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.training.runs.tiers.agent import Agent, Patience, hurried_by_signals
+from holdfast.training.runs.tiers.agent_files import SERVING_FILE, Serving, agent_lock, has_job_file
+from holdfast.training.runs.tiers.offline_drain import NearDrain
+
+_NODES_PER_POLL = 8
+"""Each agent asks the keepers whether a job lives: the more nodes there are, the more seldom."""
+
+_POLL_SECONDS = 0.1
+
+
+class _PeerAgent:
+    """The agent of one node."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        """Do no I/O. The request is made by `peer_place.py`."""
+        self._request, self._settings = request, settings_in(request["settings"])
+        self._clock, self._node = SystemClock(), str(request["node"])
+        self._folder = wiring.near_folder_at(request["folder"], self._settings)
+        self._secret = read_secret(self._folder.url)
+
+    def run(self) -> None:
+        """Serve until no job needs the folder any more."""
+        with agent_lock(self._folder.url):
+            run = quote(self._request["root"], safe="/:@")
+            credentials = Credentials(run, self._secret, self._node)
+            host, port = self._request["host"], self._request["port"]
+            try:
+                server = PeerServer(self._folder, credentials, host, port, protect=self._protect)
+            except InvalidError as error:
+                self._note(Serving(os.getpid(), error=str(error)))
+                raise
+            try:
+                self._note(Serving(os.getpid(), *server.address))
+                self._watch()
+            finally:
+                server.close()
+
+    def _note(self, serving: Serving) -> None:
+        self._folder.put(SERVING_FILE, json.dumps(asdict(serving)).encode(), durable=False)
+
+    def _watch(self) -> None:
+        """Watch as the agent of any near tier does, under the newest roster of the folder."""
+        begun, ended = self._clock.monotonic_seconds(), None
+        while (roster := read_roster(self._folder)) != ended or roster is None:
+            near = None if roster is None else self._near_of(roster)
+            is_young = self._clock.monotonic_seconds() - begun < self._request["orphan_seconds"]
+            if near is None or not has_job_file(near):
+                if not is_young:
+                    return
+                self._clock.sleep(_POLL_SECONDS)  # The job that has started this process is about to come.
+                continue
+            assert roster is not None, "the nodes are those of a roster"
+            agent = self._agent_of(roster, near)
+            with hurried_by_signals(agent):
+                agent.run()
+            ended = roster
+
+    def _near_of(self, roster: Roster) -> Store:
+        return store_of(self._request["url"], roster, self._node, {self._node: self._folder}, self._secret)
+
+    def _agent_of(self, roster: Roster, near: Store) -> Agent:
+        run = TwoRoots(near, wiring.store_at(self._request["root"], self._settings))
+        return Agent(
+            NearDrain(run, self._clock, wiring.codecs()),
+            self._clock,
+            self._settings.lease_seconds,
+            Patience(self._request["orphan_seconds"], self._request["linger_seconds"]),
+            is_memory=is_in_memory(self._folder.url),
+            folder=self._folder,
+            is_current=lambda: read_roster(self._folder) == roster,
+            polls_every=1 + len(roster.members) // _NODES_PER_POLL,
+        )
+
+    def _protect(self, wanted: Protection) -> int:
+        roster = read_roster(self._folder)
+        if roster is None:
+            raise UnavailableError(f"node {self._node}: the folder has no roster yet; retry")
+        group = {name: self._store_of(roster, name) for name in wanted.packs}
+        return protect(group, self._node, wanted.attempt, wanted.packs, wanted.bytes_per_second)
+
+    def _store_of(self, roster: Roster, name: str) -> Store:
+        if name == self._node:
+            return self._folder
+        member = next((each for each in roster.members if each.name == name), None)
+        if member is None:
+            raise InvalidError(f"node {name}: not in the roster; expected one of {[e.name for e in roster.members]}")
+        return peer_at(member, roster.run, self._secret)
+
+
+def main() -> int:
+    """Run the agent that a job has started."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    yield_processor()
+    try:
+        _PeerAgent(json.loads(sys.argv[2])).run()
+    except CheckpointError as error:
+        logging.getLogger("holdfast").error("the agent ends: %s: %s", type(error).__name__, error)
+        return 1
+    return 0

@@ -1,0 +1,298 @@
+"""Lets the nodes of peers protect each step that is near: each node makes parity of the packs of its group.
+
+States of a step; each rank has a thread, and those of one node that leads it ask the agent of the node:
+
+    near       -> protecting  rank 0 takes the newest step, and names the step by the next key of the key-value store
+    near       -> skipped     rank 0 has taken a newer step
+    protecting -> replicated  each node has made its parity: the last one sets a key that all ranks await
+    protecting -> failed      an agent could not, or `protect_timeout_seconds` have passed
+
+Training waits for nothing here. The newest replicated step is pinned, so that no collection takes the step before a
+newer one is replicated.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from holdfast.base.interrupts import GUARD, start_thread
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.removal import StepAndDigest
+from holdfast.core.format.names import rank_of_pack, step_folder, step_of_pack
+from holdfast.errors import CheckpointError, UnavailableError, first_three
+from holdfast.training.coordination.job import Job
+from holdfast.training.runs.removal.pins import Pins, StepPin
+from holdfast.training.runs.step_request import StepRequest
+from holdfast.training.runs.tiers.drain_facts import manifest_in
+from holdfast.training.saving.handle import SaveHandle
+
+logger = logging.getLogger(__name__)
+
+_TOLD_MAX = 1024
+_POLL_SECONDS = 1.0
+_KEYS_KEPT = 16
+"""Steps whose keys stay in the key-value store for ranks that are late."""
+
+_END = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGroup:
+    """How the nodes of a job protect each other, as one rank sees it."""
+
+    own: str
+    """The node of this rank."""
+
+    node_of_rank: tuple[str, ...]
+    """The node of each rank."""
+
+    group_of: Mapping[str, tuple[str, ...]]
+    """By node, the nodes of its group, in the order that all of them use."""
+
+    timeout_seconds: float
+    """Longest time for one step."""
+
+    protect: Callable[[str, dict[str, dict[str, int]]], None] | None
+    """Has the agent of the own node make parity of an attempt: of its prefix, and of the packs of each node of the
+    group, by key. None on ranks that do not lead their node."""
+
+    require_agent: Callable[[], None] | None
+    """Starts the agent of the own node again if it is dead. None on ranks that do not lead their node."""
+
+    note_replicated: Callable[[], None]
+    """Told of each replicated step: nodes that are no part of the job need not be asked any more."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the job."""
+        return len(self.group_of)
+
+    def packs_of(self, manifest: Manifest) -> dict[str, dict[str, dict[str, int]]]:
+        """Return the packs of a step and of the older steps that it refers to: by attempt, node of the group, and key.
+
+        The ranks of the job have written all of them: the first step of a job refers to no older one.
+        """
+        attempts: dict[str, dict[str, dict[str, int]]] = {}
+        for pack in manifest.packs:
+            step = step_of_pack(pack.name)
+            key = pack.name if step is not None else f"{step_folder(manifest.step or 0)}{manifest.attempt}/{pack.name}"
+            attempt = "/".join(key.split("/")[:2]) + "/"
+            packs = attempts.setdefault(attempt, {name: {} for name in self.group_of[self.own]})
+            node = self.node_of_rank[rank_of_pack(pack.name)]
+            if node in packs:
+                packs[node][key] = pack.bytes
+        return attempts
+
+
+class Protecting:
+    """The thread of one rank that has steps protected."""
+
+    def __init__(self, job: Job, group: PeerGroup, near: Store, pins: Pins) -> None:
+        """Start no thread yet.
+
+        Args:
+            job: The ranks.
+            group: How the nodes protect each other.
+            near: The store of all nodes.
+            pins: What garbage collection of the near tier leaves alone.
+        """
+        self._job, self._group, self._near, self._pins = job, group, near, pins
+        self._is_first = job.comm.rank == 0
+        self._wake = threading.Event()  # Set under GUARD, as that of the drain.
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        # Guarded by GUARD: the commit thread adds, the thread here takes.
+        self._near_steps: list[StepAndDigest] = []
+        self._handles: list[tuple[StepAndDigest, SaveHandle]] = []
+        self._ends: dict[StepAndDigest, CheckpointError | None] = {}
+        self._pinned: dict[StepAndDigest, StepPin] = {}
+        """On rank 0: the newest replicated step, and those that wait."""
+        self._older: list[StepAndDigest] = []
+        """Those that were pinned when the step was taken that is protected now."""
+        self._number = 0
+        """Number of the next step that rank 0 names."""
+
+    def note_commit(self, step: int, digest: str) -> None:
+        """Take note of a step that is near. On the commit thread of each rank."""
+        with GUARD:
+            if self._is_first:
+                self._near_steps.append((step, digest))
+            self._wake.set()
+            self._start()
+        self._pin((step, digest))
+
+    def note_loaded(self, step: int, digest: str) -> None:
+        """Keep a loaded step until a newer one is replicated: the nodes that protected the step may be lost."""
+        self._pin((step, digest))
+
+    def watch(self, handle: SaveHandle, request: StepRequest) -> None:
+        """End the moment `replicated` of a handle once the step of its request is protected, or is not."""
+        handle.near.add_done_callback(lambda _: None if request.saved is None else self._watch(request.saved, handle))
+
+    def close(self, may_wait: Callable[[], bool]) -> None:
+        """Protect what waits, as long as the caller may wait, and end the thread."""
+        thread = self._thread
+        with GUARD:
+            self._is_closing = True
+            self._wake.set()
+            if thread is None and self._is_first and self._job.comm.world_size > 1:
+                self._start()  # Other ranks may wait for the next key.
+                thread = self._thread
+        deadline = self._job.clock.monotonic_seconds() + self._group.timeout_seconds
+        while thread is not None and thread.is_alive() and self._job.clock.monotonic_seconds() < deadline:
+            if not may_wait():
+                break
+            thread.join(0.05)
+        with GUARD:
+            left, self._handles = self._handles, []
+        for name, handle in left:
+            handle.end_unreplicated(_unprotected(name[0], "the manager was closed"))
+
+    def _watch(self, name: StepAndDigest, handle: SaveHandle) -> None:
+        with GUARD:
+            if name not in self._ends:
+                self._handles.append((name, handle))
+                return
+        _end_handle(handle, self._ends[name])
+
+    def _pin(self, name: StepAndDigest) -> None:
+        if self._is_first and name not in self._pinned:
+            pin = self._pinned[name] = StepPin(name[0], is_drain=True)
+            self._pins.pin(pin, None)
+
+    def _unpin(self, name: StepAndDigest) -> None:
+        pin = self._pinned.pop(name, None)
+        if pin is not None:
+            self._pins.unpin(pin, is_committed=True)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="holdfast-protect", daemon=True)
+            start_thread(self._thread)
+
+    # ----------------------------------------------------------------------------------------- on the thread
+
+    def _work(self) -> None:
+        while True:
+            try:
+                names = self._next_names()
+                if names is None:
+                    return
+                if names:
+                    self._end(names, self._protected(names[-1]))
+                    self._number += 1
+            except Exception as error:  # noqa: BLE001 - the next step may go well
+                self._job.warn_once(self._near.url, f"steps are not protected: {error}")
+                if self._is_closing:
+                    return
+                self._job.clock.sleep(_POLL_SECONDS)
+
+    def _next_names(self) -> list[StepAndDigest] | None:
+        """Return steps of which the last is protected next, and the others are skipped; None at the end."""
+        self._require_agent()
+        job, key = self._job, self._job.key("protect", self._number)
+        if self._is_first:
+            self._wake.wait(_POLL_SECONDS)
+            with GUARD:
+                self._wake.clear()
+                names, self._near_steps = self._near_steps, []
+                self._older = list(self._pinned)
+            if names or self._is_closing:
+                text = json.dumps(names) if names else _END
+                if job.comm.world_size > 1:
+                    job.key_value_store.set(key, text.encode(), job.settings.commit_timeout_seconds)
+                    self._forget(self._number - _KEYS_KEPT)
+            return names or (None if self._is_closing else [])
+        try:
+            (value,) = job.key_value_store.get_many([key], _POLL_SECONDS)
+        except TimeoutError:
+            return None if self._is_closing else []
+        return None if value == _END.encode() else [(step, digest) for step, digest in json.loads(value)]
+
+    def _require_agent(self) -> None:
+        if self._group.require_agent is not None:
+            try:
+                self._group.require_agent()
+            except OSError as error:
+                self._job.warn_once(self._near.url, f"no agent could be started: {error}")
+
+    def _forget(self, number: int) -> None:
+        if number >= 0:
+            names = [self._job.key("protect", number), self._job.key("protected", number)]
+            nodes = [self._job.key("protected", number, node) for node in self._group.group_of]
+            with suppress(CheckpointError, TimeoutError):
+                self._job.key_value_store.delete([*names, f"{names[1]}/count", *nodes])
+
+    def _protected(self, name: StepAndDigest) -> CheckpointError | None:
+        """Have a step protected; return why it is not, None if each node has its parity."""
+        job, group, number = self._job, self._group, self._number
+        done, store = job.key("protected", number), job.key_value_store
+        start = job.clock.monotonic_seconds()
+        if group.protect is not None:
+            try:
+                self._ask(name)
+                store.set(f"{done}/{group.own}", b"1", group.timeout_seconds)
+                if store.add(f"{done}/count", 1, group.timeout_seconds) == group.nodes:
+                    store.set(done, b"+", group.timeout_seconds)
+            except CheckpointError as error:
+                with suppress(CheckpointError, TimeoutError):
+                    store.compare_set(done, b"", f"node {group.own}: {error}".encode("ascii", "replace"), 5.0)
+        left = max(group.timeout_seconds - (job.clock.monotonic_seconds() - start), 0.05)
+        try:
+            (answer,) = store.get_many([done], left)
+        except TimeoutError:
+            lacking = [node for node in group.group_of if not store.present(f"{done}/{node}")]
+            seconds = f"{group.timeout_seconds:g} s"
+            return _unprotected(name[0], f"nodes [{first_three(lacking)}] have not made their parity within {seconds}")
+        return None if answer == b"+" else _unprotected(name[0], answer.decode())
+
+    def _ask(self, name: StepAndDigest) -> None:
+        """Have the agent of the own node make its parity."""
+        manifest = manifest_in(self._near, name)
+        if manifest is None:
+            raise UnavailableError(f"step {name[0]}: the near tier has lost the manifest")
+        assert self._group.protect is not None, "asked on the rank that leads the node"
+        if len(self._group.group_of[self._group.own]) > 1:
+            for attempt, packs in self._group.packs_of(manifest).items():
+                self._group.protect(attempt, packs)
+
+    def _end(self, names: list[StepAndDigest], error: CheckpointError | None) -> None:
+        newest = names[-1]
+        why = f"step {newest[0]} has come, and is protected first"
+        ends: dict[StepAndDigest, CheckpointError | None] = {name: _unprotected(name[0], why) for name in names[:-1]}
+        ends[newest] = error
+        with GUARD:
+            self._ends |= ends
+            while len(self._ends) > _TOLD_MAX:
+                del self._ends[next(iter(self._ends))]
+            ended = [(name, handle) for name, handle in self._handles if name in ends]
+            self._handles = [each for each in self._handles if each[0] not in ends]
+        if error is None:
+            self._group.note_replicated()
+        for name in ends if error is not None else self._older:
+            if error is not None or name != newest:
+                self._unpin(name)
+        for name, handle in ended:
+            _end_handle(handle, ends[name])
+        if error is not None and self._is_first:
+            logger.warning("%s: %s", self._near.url, error)
+
+
+def _end_handle(handle: SaveHandle, error: CheckpointError | None) -> None:
+    if error is None:
+        handle.reach_replicated()
+    else:
+        handle.end_unreplicated(error)
+
+
+def _unprotected(step: int, why: str) -> UnavailableError:
+    return UnavailableError(
+        f"step {step} is near, and not protected: {why}. Expected parity on each node of each group. The loss of a "
+        "node would lose the step; an older protected step stays"
+    )
