@@ -426,5 +426,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "wire-header": wire.header,
     "wire-target": wire.target,
     "wire-page": wire.page,
+    "wire-task": wire.task,
 }
 """Every target by name."""

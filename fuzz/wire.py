@@ -1,17 +1,23 @@
-"""Fuzzes the wire between nodes: headers of both roles, targets of requests, and pages of names."""
+"""Fuzzes the wire between nodes: headers of both roles, targets of requests, tasks, and pages of names."""
 
 from __future__ import annotations
+
+import msgspec
 
 from holdfast.base.ports.readable import StoreEntry
 from holdfast.base.wire.framing import (
     AGENT,
     HEADER_BYTES_MAX,
     RANK,
+    TASKS,
     Credentials,
     Exchange,
     Head,
+    Move,
+    Removal,
     Session,
     decode_page,
+    decode_task,
     encode_page,
     target_in,
 )
@@ -48,7 +54,24 @@ def target(data: bytes) -> None:
         return
     assert not (key and (prefix or after))
     for text in (key, prefix.removesuffix("/"), after):
-        assert not text or not any(part.startswith(".") or not part for part in text.split("/"))
+        assert not text or not _leads_out(text)
+
+
+def task(data: bytes) -> None:
+    """The body of each task: no key leads out of the folder."""
+    for line in TASKS:
+        try:
+            found = decode_task(line, data)
+        except InvalidError as error:
+            assert str(error).isprintable()
+            continue
+        keys = found.keys if isinstance(found, Removal) else (found.key, found.new_key)
+        assert not any(map(_leads_out, keys))
+        assert decode_task(line, msgspec.json.encode(found)) == found
+
+
+def _leads_out(text: str) -> bool:
+    return any(part.startswith(".") or not part for part in text.split("/"))
 
 
 def page(data: bytes) -> None:
@@ -69,6 +92,9 @@ def seeds(name: str) -> list[bytes]:
     if name == "wire-page":
         entries = [StoreEntry("a/c", 3), StoreEntry("a/c/d", 1 << 40), StoreEntry("a/e", 0)]
         return [encode_page(entries), encode_page([]), encode_page(entries).replace(b"false", b"true")]
+    if name == "wire-task":
+        tasks = Removal(["a/b", "c"]), Removal([]), Move("a/b", "c")
+        return [*map(msgspec.json.encode, tasks), b'{"keys":["../a"]}', b'{"key":"a","new_key":"b/.c"}']
     if name == "wire-target":
         return [b"/", b"/a/?after=a/b", b"/step-000000000001/manifest.json", b"/../a", b"/a/%2e%2e/"]
     put = {"if-none-match": "*", "content-length": "4", "holdfast-digest": "00"}

@@ -16,8 +16,8 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -79,7 +79,7 @@ class Limits:
     """Longest wait for a byte, or for memory."""
 
     buffer_bytes: int = 64 * MIB
-    """Memory of all headers, pieces and pages. Connections wait for that of pages."""
+    """Memory of all headers, pieces, pages and tasks. Connections wait for that of pages and tasks."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -105,7 +105,7 @@ class PeerServer:
         self.folder, self.credentials, self.limits = folder, credentials, limits
         for_pages = limits.buffer_bytes - limits.connections * HEADER_BYTES_MAX
         self.pages = threading.Semaphore(for_pages // framing.PAGE_BYTES_MAX)
-        """Memory for the pages of names that are made and sent at a time."""
+        """Memory for the pages of names and the tasks that are under way at a time."""
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._conversations: dict[_Conversation, None] = {}
         self._listener = _bound(host, port)
@@ -232,22 +232,22 @@ class _Conversation:
         self.link.end_in(math.inf)
         method, _, text = head.line.partition(" ")
         key, prefix, after = framing.target_in(text)
-        if method != "PUT" and head.body_bytes:
+        if method not in ("PUT", "POST") and head.body_bytes:
             raise InvalidError(f"{method} with a body of {head.body_bytes} bytes; expected none")
         if method in ("GET", "HEAD") and key:
             self._send_object(method, key, head.fields.get(framing.RANGE))
         elif method == "GET":
             self._send_page(prefix, after)
-        elif method in ("PUT", "DELETE") and key:
-            if method == "DELETE":
-                self._folder.delete([key])
-            elif key.endswith(_PULLED) or is_link_name(key.rpartition("/")[2]):
-                raise InvalidError(f"PUT of the pack {key}; expected a small object: packs are pulled")
-            else:
-                self._store(key, head)
+        elif method == "PUT" and key:
+            _require_small(method, key)
+            self._store(key, head)
+            self.link.send_head(Head(OK, {LENGTH: "0"}))
+        elif head.line in framing.TASKS:
+            self._carry_out(head)
             self.link.send_head(Head(OK, {LENGTH: "0"}))
         else:
-            raise InvalidError(f"{shown(head.line)}; expected GET, HEAD, PUT or DELETE of a key, or GET of a prefix")
+            expected = f"GET, HEAD or PUT of a key, GET of a prefix, {' or '.join(framing.TASKS)}"
+            raise InvalidError(f"{shown(head.line)}; expected {expected}")
 
     def _send_object(self, method: str, key: str, text: str | None) -> None:
         with self._folder.opened(key) as (fd, count):
@@ -260,18 +260,40 @@ class _Conversation:
                 self.link.send_file(fd, start, stop)
 
     def _send_page(self, prefix: str, after: str) -> None:
-        seconds = self._server.limits.idle_seconds
-        if not self._server.pages.acquire(timeout=seconds):
-            raise UnavailableError(f"no memory for a page of names in {seconds:.0f} s; retry")
-        try:
+        with self._memory_for("a page of names"):
             page = framing.encode_page(list(islice(self._folder.list(prefix, after=after), framing.PAGE_NAMES + 1)))
-            self.link.end_in(seconds)  # Others wait for this memory.
             fields = {LENGTH: str(len(page)), DIGEST: hashlib.sha256(page).hexdigest()}
             self.link.send_head(Head(OK, fields), more=True)
             self.link.send(page)
-            self.link.end_in(math.inf)
+
+    @contextmanager
+    def _memory_for(self, subject: str) -> Iterator[None]:
+        seconds = self._server.limits.idle_seconds
+        if not self._server.pages.acquire(timeout=seconds):
+            raise UnavailableError(f"no memory for {subject} in {seconds:.0f} s; retry")
+        try:
+            self.link.end_in(seconds)  # Others wait for this memory.
+            yield
         finally:
+            self.link.end_in(math.inf)
             self._server.pages.release()
+
+    def _carry_out(self, head: Head) -> None:
+        if not 0 < head.body_bytes <= framing.PAGE_BYTES_MAX:
+            expected = f"1 to {framing.PAGE_BYTES_MAX}"
+            raise InvalidError(f"{head.line} with a body of {head.body_bytes} bytes; expected {expected}")
+        with self._memory_for("a task"):
+            body = bytearray(head.body_bytes)
+            self.link.receive_into(memoryview(body))
+            if hashlib.sha256(body).hexdigest() != head.fields.get(DIGEST):
+                raise CorruptError(f"{head.line}: the bytes are not those that the header proves; send the task again")
+            task = framing.decode_task(head.line, body)
+            if isinstance(task, framing.Removal):
+                self._folder.delete(task.keys)
+            else:
+                _require_small(head.line, task.key)
+                _require_small(head.line, task.new_key)
+                self._folder.move(task.key, task.new_key)
 
     def _store(self, key: str, head: Head) -> None:
         """Store a small object: received bytes go to a hidden file, which gets the name at the end."""
@@ -297,6 +319,11 @@ class _Conversation:
             self._folder.put_if_absent(key, receive)
         else:
             self._folder.put(key, receive)
+
+
+def _require_small(verb: str, key: str) -> None:
+    if key.endswith(_PULLED) or is_link_name(key.rpartition("/")[2]):
+        raise InvalidError(f"{verb} of the pack {key}; expected a small object: packs are pulled")
 
 
 def _digest_of(fd: int, start: int, stop: int, key: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable
@@ -119,6 +121,14 @@ def put(key: str, data: bytes = b"data", sent: bytes | None = None, **fields: st
     return greeted(lambda raw: raw.ask(f"PUT {key}", wanted, data if sent is None else sent))
 
 
+def task(verb: str, body: object, **fields: str) -> Callable[[Raw], Answer | None]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    wanted = {"content-length": str(len(data)), "holdfast-digest": hashlib.sha256(data).hexdigest()}
+    wanted |= {name.replace("_", "-"): value for name, value in fields.items()}
+    wanted = {name: value for name, value in wanted.items() if value}
+    return greeted(lambda raw: raw.ask(f"POST /{verb}", wanted, data))
+
+
 CONVERSATIONS: dict[str, Conversation] = {
     # Before the greeting.
     "says nothing": (CLOSED, lambda raw: raw.answer()),
@@ -157,7 +167,7 @@ CONVERSATIONS: dict[str, Conversation] = {
     "of another connection": (BAD, greeted(of_another_connection)),
     "reordered": (BAD, greeted(reordered)),
     "another target": (BAD, changed(b"/small", b"/other")),
-    "another method": (BAD, changed(b"GET /small", b"DELETE /small")),
+    "another method": (BAD, changed(b"GET /small", b"PUT /small")),
     "another range": (BAD, changed(b"bytes=0-1", b"bytes=0-9", range="bytes=0-1")),
     "a field added": (BAD, changed(b"\r\n\r\n", b"\r\nrange: bytes=0-1\r\n\r\n")),
     "a field removed": (BAD, changed(b"range: bytes=0-1\r\n", b"", range="bytes=0-1")),
@@ -175,7 +185,6 @@ CONVERSATIONS: dict[str, Conversation] = {
     "a length of 30 digits": (WRONG_BYTES, asked("PUT /x", content_length="9" * 30)),
     "pipelined": (WRONG_BYTES, greeted(pipelined)),
     "GET with a body": (BAD, asked("GET /small", b"data", content_length="4")),
-    "DELETE with a body": (BAD, asked("DELETE /small", b"data", content_length="4")),
     # Paths.
     "above the folder": (BAD, asked("GET /../secret")),
     "above by a folder": (BAD, asked("GET /a/../../secret")),
@@ -230,9 +239,37 @@ CONVERSATIONS: dict[str, Conversation] = {
     "PUT of a folder": (EXISTS, put("/a")),
     "PUT below an object": (BAD, put("/small/x")),
     "PUT below a link": (BAD, put("/linked/x")),
-    "DELETE of a page": (BAD, asked("DELETE /a/")),
-    "DELETE above": (BAD, asked("DELETE /../secret")),
+    # Tasks.
+    "a task that is no JSON": (BAD, task("remove", b"\x80\x04.")),
+    "a task in bytes of no text": (BAD, task("remove", b'{"keys":["\xff"]}')),
+    "a task of another type": (BAD, task("remove", b"[]")),
+    "a task with more": (BAD, task("remove", {"keys": [], "all": True})),
+    "a deep task": (BAD, task("remove", b"[" * 100_000)),
+    "a task of nothing": (BAD, task("remove", b"")),
+    "a task with another digest": (WRONG_BYTES, task("remove", {"keys": ["small"]}, holdfast_digest="00")),
+    "a task without a digest": (WRONG_BYTES, task("remove", {"keys": ["small"]}, holdfast_digest="")),
+    "a task that is too large": (BAD, task("remove", b"x", content_length=str(8 * MIB + 1))),
+    "a task that ends early": (CLOSED, task("remove", b"{", content_length="2")),
+    "removal of too many": (BAD, task("remove", {"keys": ["small"] * 4097})),
+    "removal of millions": (BAD, task("remove", b'{"keys":[' + b'"",' * 2_700_000 + b'""]}')),
+    "removal above": (BAD, task("remove", {"keys": ["small", "../secret"]})),
+    "removal of a hidden file": (BAD, task("remove", {"keys": [".hidden"]})),
+    "removal below a link": (BAD, task("remove", {"keys": ["linked/secret"]})),
+    "a move above": (BAD, task("move", {"key": "small", "new_key": "../small"})),
+    "a move from above": (BAD, task("move", {"key": "../secret", "new_key": "new"})),
+    "a move of a pack": (BAD, task("move", {"key": PACK, "new_key": "new"})),
+    "a move to a pack": (BAD, task("move", {"key": "small", "new_key": PACK})),
+    "a move to parity": (BAD, task("move", {"key": "small", "new_key": "parity/step.0/xor"})),
+    "a move to a link": (
+        BAD,
+        task("move", {"key": "small", "new_key": f"{ATTEMPT}/step-000000000001.0123456789abcdef.r00000.link"}),
+    ),
+    "a move of a link": (BAD, task("move", {"key": "link", "new_key": "new"})),
+    "a move of a folder": (MISSING, task("move", {"key": "a", "new_key": "b"})),
+    "a move of nothing": (MISSING, task("move", {"key": "absent", "new_key": "new"})),
+    "an unknown task": (BAD, task("status", {})),
     "POST": (BAD, asked("POST /status")),
+    "DELETE": (BAD, asked("DELETE /small")),
     "PATCH": (BAD, asked("PATCH /small")),
     "TRACE": (BAD, asked("TRACE /small")),
 }

@@ -187,15 +187,17 @@ def test_an_unproven_connection_ends_in_time_whatever_it_sends(store: LocalStore
         raw.socket.close()
 
 
-def test_pages_wait_for_memory_and_no_longer_than_for_a_byte(store: LocalStore) -> None:
+def test_pages_and_tasks_wait_for_memory_and_no_longer_than_for_a_byte(store: LocalStore) -> None:
     limits = Limits(connections=8, idle_seconds=0.5, buffer_bytes=8 * HEADER_BYTES_MAX + PAGE_BYTES_MAX)
     with closing(PeerServer(store, CREDENTIALS, "127.0.0.1", limits=limits)) as server, \
             closing(Peer(server.address, CREDENTIALS, 10)) as peer:  # fmt: skip
         assert [entry.key for entry in peer.list()] == ["small"]
         server.pages.acquire()  # As another connection would, that sends its page.
-        assert bytes(peer.get("small", 5)) == b"small", "only pages wait"
+        assert bytes(peer.get("small", 5)) == b"small", "only pages and tasks wait"
         with pytest.raises(UnavailableError, match="no memory for a page of names"):
             list(peer.list())
+        with pytest.raises(UnavailableError, match="no memory for a task"):
+            peer.delete(["small"])
         server.pages.release()
         assert [entry.key for entry in peer.list()] == ["small"]
 

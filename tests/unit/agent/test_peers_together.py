@@ -71,8 +71,6 @@ class Job:
 
 class TestPeer(StoreSuite):
     is_asked_for_cached = False
-    # A move takes three calls, and needs a caller that is the only writer.
-    test_writers_beside_movers_lose_nothing = None
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:

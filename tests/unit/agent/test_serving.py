@@ -133,6 +133,34 @@ def test_no_pack_is_stored(store: LocalStore, peer: Peer) -> None:
     assert not [*store.list()], "the rank that collects a step removes the packs on every node"
 
 
+def test_an_attempt_is_removed_by_a_request(store: LocalStore, server: PeerServer, peer: Peer) -> None:
+    keys = [f"step-000000000007/{number:05d}" for number in range(PAGE_NAMES + 1)]
+    store.put("kept", b"")
+    for key in (keys[0], keys[PAGE_NAMES - 1], keys[PAGE_NAMES]):
+        store.put(key, b"")
+    peer.size("kept")
+    (link,) = peer._kept
+    before = link._number
+    peer.delete(iter(keys))
+    assert [entry.key for entry in store.list()] == ["kept"]
+    assert link._number == before + 2, "4,096 keys by the first request, one by the second"
+
+
+def test_a_small_object_moves_by_one_call_of_the_folder(store: LocalStore, peer: Peer) -> None:
+    store.put("removed/manifest", b"old")
+    store.put("step/manifest", b"new")
+    before = store.identity("step/manifest")
+    peer.move("step/manifest", "removed/manifest")
+    assert [entry.key for entry in store.list()] == ["removed/manifest"]
+    assert store.identity("removed/manifest") == before, "no copy"
+    with pytest.raises(MissingError, match=r"node n3 .*absent"):
+        peer.move("absent", "new")
+    store.put(PACK, b"pack")
+    for keys in ((PACK, "small"), ("removed/manifest", PACK)):
+        with pytest.raises(InvalidError, match=r"POST /move of the pack .*packs are pulled"):
+            peer.move(*keys)
+
+
 def test_names_come_by_pages_in_order(store: LocalStore, server: PeerServer, peer: Peer) -> None:
     store.put("a/00000", b"123")
     store.put("b", b"12")
@@ -158,6 +186,7 @@ def test_a_connection_that_the_agent_has_closed_is_replaced(server: PeerServer, 
 def test_the_client_sends_no_text_that_is_no_key(server: PeerServer, key: str) -> None:
     peer = Peer(server.address, CREDENTIALS, 10)
     for call in (lambda: peer.get(key, 1), lambda: peer.size(key), lambda: peer.delete([key]),
+                 lambda: peer.move(key, "b"), lambda: peer.move("b", key),
                  lambda: peer.put_if_absent(key, b""), lambda: list(peer.list(key + "/"))):  # fmt: skip
         with pytest.raises(InvalidError, match="expected"):
             call()

@@ -1,11 +1,11 @@
-"""Headers of the wire, proofs of headers and pages of names: bytes in, values out; no socket is known here."""
+"""Headers of the wire, proofs of headers, tasks and pages of names: bytes in, values out; no socket is known here."""
 
 from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 
@@ -28,7 +28,7 @@ SMALL_BYTES_MAX = 256 * MIB
 
 PAGE_NAMES = 4096
 PAGE_BYTES_MAX = 8 * MIB
-"""More than a page of the longest names takes."""
+"""More than a page of the longest names takes; most bytes of a task."""
 
 NONCE_BYTES = 32
 
@@ -193,6 +193,54 @@ def decode_page(data: bytes | memoryview, prefix: str, after: str, where: str) -
     if page.has_more and not page.entries:
         raise CorruptError(f"{where}: no name, and more to come; expected at least one name")
     return [StoreEntry(name, size) for name, size in page.entries], page.has_more
+
+
+class Removal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The task to remove objects of the folder."""
+
+    LINE: ClassVar = "POST /remove"
+
+    keys: Annotated[list[str], msgspec.Meta(max_length=PAGE_NAMES)]
+    """Keys of the objects. An absent key is no error."""
+
+    def __post_init__(self) -> None:
+        """Check the keys."""
+        for key in self.keys:
+            split_key(key)
+
+
+class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The task to give a small object of the folder another key."""
+
+    LINE: ClassVar = "POST /move"
+
+    key: str
+    """The key now."""
+
+    new_key: str
+    """The key from then on."""
+
+    def __post_init__(self) -> None:
+        """Check the keys."""
+        split_key(self.key)
+        split_key(self.new_key)
+
+
+Task = Removal | Move
+TASKS: dict[str, type[Task]] = {kind.LINE: kind for kind in (Removal, Move)}
+"""The tasks that an agent carries out, by method and target of the request. The body is the task in JSON."""
+
+
+def decode_task(line: str, data: bytes | bytearray) -> Task:
+    """Return the task of a request in `TASKS`.
+
+    Raises:
+        InvalidError: The body is no such task.
+    """
+    try:
+        return msgspec.json.decode(data, type=TASKS[line])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidError(f"{line}: {shown(str(error))}; expected the task in JSON") from error
 
 
 def target_in(text: str) -> tuple[str, str, str]:

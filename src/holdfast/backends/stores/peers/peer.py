@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import msgspec
 
 from holdfast.base.ports.keys import split_key, split_prefix
 from holdfast.base.ports.ranges import check_ranges
@@ -30,8 +33,7 @@ class Peer(Store):
     """The folder of one node, through the agent of the node. A thread has a connection of its own during a call.
 
     A call raises `MissingError` only if the agent says that the key does not exist. An agent that does not answer
-    before the deadline is `TemporaryError`, a kind of `UnavailableError`. `move` takes three calls, and needs a caller
-    that is the only writer of both keys.
+    before the deadline is `TemporaryError`, a kind of `UnavailableError`.
     """
 
     def __init__(self, address: tuple[str, int], credentials: Credentials, timeout_seconds: float) -> None:
@@ -111,23 +113,28 @@ class Peer(Store):
         self._put(key, data, {framing.IF_NONE_MATCH: "*"})
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; an absent key is no error."""
-        for key in keys:
-            split_key(key)
-            self._ask(f"DELETE /{key}", OK)
+        """Remove objects, many by a request; an absent key is no error."""
+        left = iter(keys)
+        while batch := [*islice(left, framing.PAGE_NAMES)]:
+            self._carry_out(framing.Removal(batch))
 
     def move(self, key: str, new_key: str) -> None:
-        """Give a small object another key: a copy, then a removal."""
-        split_key(new_key)
-        self.put(new_key, self.get(key, SMALL_BYTES_MAX))
-        self.delete([key])
+        """Give a small object another key.
+
+        Raises:
+            InvalidError: A key is that of a pack.
+        """
+        self._carry_out(framing.Move(key, new_key))
+
+    def _carry_out(self, task: framing.Task) -> None:
+        data = msgspec.json.encode(task)
+        self._ask(task.LINE, OK, _proof_of(data), data)
 
     def _put(self, key: str, data: bytes, fields: dict[str, str]) -> None:
         split_key(key)
         if len(data) > SMALL_BYTES_MAX:
             raise InvalidError(f"{self.url}: {key} has {len(data)} bytes; expected at most {SMALL_BYTES_MAX}")
-        digest = {LENGTH: str(len(data)), DIGEST: hashlib.sha256(data).hexdigest()}
-        self._ask(f"PUT /{key}", OK, fields | digest, data)
+        self._ask(f"PUT /{key}", OK, fields | _proof_of(data), data)
 
     def close(self) -> None:
         """Close the connections that are kept."""
@@ -247,3 +254,7 @@ class Peer(Store):
                 link.end_in(self._timeout_seconds)
                 return link
             link.close()
+
+
+def _proof_of(data: bytes) -> dict[str, str]:
+    return {LENGTH: str(len(data)), DIGEST: hashlib.sha256(data).hexdigest()}
