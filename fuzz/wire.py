@@ -14,6 +14,7 @@ from holdfast.base.wire.framing import (
     Exchange,
     Head,
     Move,
+    Protection,
     Removal,
     Session,
     decode_page,
@@ -65,8 +66,11 @@ def task(data: bytes) -> None:
         except InvalidError as error:
             assert str(error).isprintable()
             continue
-        keys = found.keys if isinstance(found, Removal) else (found.key, found.new_key)
-        assert not any(map(_leads_out, keys))
+        if isinstance(found, Protection):
+            assert all(size >= 0 for packs in found.packs.values() for size in packs.values())
+        else:
+            keys = found.keys if isinstance(found, Removal) else (found.key, found.new_key)
+            assert not any(map(_leads_out, keys))
         assert decode_task(line, msgspec.json.encode(found)) == found
 
 
@@ -93,7 +97,8 @@ def seeds(name: str) -> list[bytes]:
         entries = [StoreEntry("a/c", 3), StoreEntry("a/c/d", 1 << 40), StoreEntry("a/e", 0)]
         return [encode_page(entries), encode_page([]), encode_page(entries).replace(b"false", b"true")]
     if name == "wire-task":
-        tasks = Removal(["a/b", "c"]), Removal([]), Move("a/b", "c")
+        packs = {"n1": {"a": 1 << 40, "b": 0}, "n2": {}}
+        tasks = Removal(["a/b", "c"]), Removal([]), Move("a/b", "c"), Protection("a/", packs, 1e9)
         return [*map(msgspec.json.encode, tasks), b'{"keys":["../a"]}', b'{"key":"a","new_key":"b/.c"}']
     if name == "wire-target":
         return [b"/", b"/a/?after=a/b", b"/step-000000000001/manifest.json", b"/../a", b"/a/%2e%2e/"]

@@ -22,15 +22,28 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
+import msgspec
+
 from holdfast.base.interrupts import start_thread
 from holdfast.base.ports.store import Store
 from holdfast.base.wire import framing
-from holdfast.base.wire.framing import AGENT, DIGEST, HEADER_BYTES_MAX, LENGTH, NONCE, OK, Credentials, Head, shown
+from holdfast.base.wire.framing import (
+    AGENT,
+    DIGEST,
+    HEADER_BYTES_MAX,
+    LENGTH,
+    NONCE,
+    OK,
+    Credentials,
+    Head,
+    Protection,
+    shown,
+)
 from holdfast.base.wire.link import Link, LinkCut, new_nonce
-from holdfast.core.format.names import PACK_SUFFIX, is_link_name
+from holdfast.core.format.names import PACK_SUFFIX, is_link_name, is_pack_name
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, UnavailableError
 from holdfast.settings import KIB, MIB
-from holdfast.stored.peers.parity_files import PARITY_FILE
+from holdfast.stored.peers.parity_files import PARITY_FILE, attempt_of
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +102,13 @@ class PeerServer:
     """Serves a folder from threads, one for each connection, until `close`."""
 
     def __init__(
-        self, folder: ServedFolder, credentials: Credentials, host: str, port: int = 0, limits: Limits = DEFAULT_LIMITS
+        self,
+        folder: ServedFolder,
+        credentials: Credentials,
+        host: str,
+        port: int = 0,
+        limits: Limits = DEFAULT_LIMITS,
+        protect: Callable[[Protection], int] | None = None,
     ) -> None:
         """Bind an address, and begin.
 
@@ -99,10 +118,13 @@ class PeerServer:
             host: The address of this node that peers connect to.
             port: The port; 0 for a free one.
             limits: Limits of all peers together.
+            protect: Keeps parity for the other nodes, and returns bytes of the parity.
         Raises:
             InvalidError: The address is not one of this node, is every address, or is in use.
         """
-        self.folder, self.credentials, self.limits = folder, credentials, limits
+        self.folder, self.credentials, self.limits, self.protect = folder, credentials, limits, protect
+        self.protecting = threading.Lock()
+        """Held while parity is made."""
         for_pages = limits.buffer_bytes - limits.connections * HEADER_BYTES_MAX
         self.pages = threading.Semaphore(for_pages // framing.PAGE_BYTES_MAX)
         """Memory for the pages of names and the tasks that are under way at a time."""
@@ -241,10 +263,9 @@ class _Conversation:
         elif method == "PUT" and key:
             _require_small(method, key)
             self._store(key, head)
-            self.link.send_head(Head(OK, {LENGTH: "0"}))
+            self._send(b"")
         elif head.line in framing.TASKS:
-            self._carry_out(head)
-            self.link.send_head(Head(OK, {LENGTH: "0"}))
+            self._send(self._carry_out(head))
         else:
             expected = f"GET, HEAD or PUT of a key, GET of a prefix, {' or '.join(framing.TASKS)}"
             raise InvalidError(f"{shown(head.line)}; expected {expected}")
@@ -261,10 +282,14 @@ class _Conversation:
 
     def _send_page(self, prefix: str, after: str) -> None:
         with self._memory_for("a page of names"):
-            page = framing.encode_page(list(islice(self._folder.list(prefix, after=after), framing.PAGE_NAMES + 1)))
-            fields = {LENGTH: str(len(page)), DIGEST: hashlib.sha256(page).hexdigest()}
-            self.link.send_head(Head(OK, fields), more=True)
-            self.link.send(page)
+            entries = list(islice(self._folder.list(prefix, after=after), framing.PAGE_NAMES + 1))
+            self._send(framing.encode_page(entries))
+
+    def _send(self, data: bytes) -> None:
+        """Answer with a proven body."""
+        fields = {LENGTH: str(len(data)), DIGEST: hashlib.sha256(data).hexdigest()}
+        self.link.send_head(Head(OK, fields), more=bool(data))
+        self.link.send(data)
 
     @contextmanager
     def _memory_for(self, subject: str) -> Iterator[None]:
@@ -278,7 +303,8 @@ class _Conversation:
             self.link.end_in(math.inf)
             self._server.pages.release()
 
-    def _carry_out(self, head: Head) -> None:
+    def _carry_out(self, head: Head) -> bytes:
+        """Receive a task and carry the task out; return the body of the answer."""
         if not 0 < head.body_bytes <= framing.PAGE_BYTES_MAX:
             expected = f"1 to {framing.PAGE_BYTES_MAX}"
             raise InvalidError(f"{head.line} with a body of {head.body_bytes} bytes; expected {expected}")
@@ -290,10 +316,26 @@ class _Conversation:
             task = framing.decode_task(head.line, body)
             if isinstance(task, framing.Removal):
                 self._folder.delete(task.keys)
-            else:
+                return b""
+            if isinstance(task, framing.Move):
                 _require_small(head.line, task.key)
                 _require_small(head.line, task.new_key)
                 self._folder.move(task.key, task.new_key)
+                return b""
+        return self._protect(task)
+
+    def _protect(self, task: Protection) -> bytes:
+        if self._server.protect is None:
+            raise InvalidError(f"{task.LINE}: this agent makes no parity; expected an agent of a node with peers")
+        for key in (f"{task.attempt}r00000{PACK_SUFFIX}", *(key for packs in task.packs.values() for key in packs)):
+            if attempt_of(key) != task.attempt or not is_pack_name(key.removeprefix(task.attempt)):
+                raise InvalidError(f"{task.LINE}: found {shown(key)!r}; expected packs of {shown(task.attempt)!r}")
+        if not self._server.protecting.acquire(blocking=False):
+            raise UnavailableError(f"{task.LINE}: the agent protects another attempt; retry")
+        try:
+            return msgspec.json.encode(self._server.protect(task))
+        finally:
+            self._server.protecting.release()
 
     def _store(self, key: str, head: Head) -> None:
         """Store a small object: received bytes go to a hidden file, which gets the name at the end."""

@@ -32,7 +32,7 @@ from holdfast.settings import Settings
 logging.basicConfig(level=logging.DEBUG)
 limits = Limits(proving_seconds=float(sys.argv[2]), idle_seconds=float(sys.argv[3]))
 credentials = Credentials(sys.argv[4], sys.stdin.buffer.read(32), sys.argv[5])
-server = PeerServer(ShelfStore(sys.argv[1], settings=Settings()), credentials, "127.0.0.1", limits=limits)
+server = PeerServer(ShelfStore(sys.argv[1], settings=Settings()), credentials, "127.0.0.1", limits=limits, protect=bool)
 print(server.address[1], flush=True)
 sys.stdin.buffer.read()
 """

@@ -129,6 +129,10 @@ def task(verb: str, body: object, **fields: str) -> Callable[[Raw], Answer | Non
     return greeted(lambda raw: raw.ask(f"POST /{verb}", wanted, data))
 
 
+def protection(attempt: str, packs: dict[str, int], **more: object) -> dict[str, object]:
+    return {"attempt": attempt, "packs": {NODE: packs}, "bytes_per_second": None} | more
+
+
 CONVERSATIONS: dict[str, Conversation] = {
     # Before the greeting.
     "says nothing": (CLOSED, lambda raw: raw.answer()),
@@ -267,6 +271,17 @@ CONVERSATIONS: dict[str, Conversation] = {
     "a move of a link": (BAD, task("move", {"key": "link", "new_key": "new"})),
     "a move of a folder": (MISSING, task("move", {"key": "a", "new_key": "b"})),
     "a move of nothing": (MISSING, task("move", {"key": "absent", "new_key": "new"})),
+    "protection of no attempt": (BAD, task("protect", protection("parity/x/", {}))),
+    "protection above": (BAD, task("protect", protection("../../", {}))),
+    "protection of another attempt": (BAD, task("protect", protection(f"{ATTEMPT}/", {PACK.replace("7", "8"): 1}))),
+    "protection of a small object": (BAD, task("protect", protection(f"{ATTEMPT}/", {f"{ATTEMPT}/overview": 1}))),
+    "protection of a negative pack": (BAD, task("protect", protection(f"{ATTEMPT}/", {PACK: -1}))),
+    "protection of a huge pack": (BAD, task("protect", protection(f"{ATTEMPT}/", {PACK: 1 << 64}))),
+    "protection of too many packs": (
+        BAD,
+        task("protect", protection(f"{ATTEMPT}/", {f"{number:06}": 1 for number in range(600_000)})),
+    ),
+    "protection at a stop": (BAD, task("protect", protection(f"{ATTEMPT}/", {PACK: 1}, bytes_per_second=0))),
     "an unknown task": (BAD, task("status", {})),
     "POST": (BAD, asked("POST /status")),
     "DELETE": (BAD, asked("DELETE /small")),

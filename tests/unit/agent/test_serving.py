@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from holdfast.agent.serving import PeerServer
+from holdfast.agent.serving import Limits, PeerServer
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.peers.peer import Peer
-from holdfast.base.wire.framing import PAGE_NAMES, Credentials
+from holdfast.base.wire.framing import PAGE_NAMES, Credentials, Protection
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, Settings
 from tests.unit.agent.conversing import NODE, PACK, RUN, SECRET, Raw, put_fields
@@ -159,6 +161,60 @@ def test_a_small_object_moves_by_one_call_of_the_folder(store: LocalStore, peer:
     for keys in ((PACK, "small"), ("removed/manifest", PACK)):
         with pytest.raises(InvalidError, match=r"POST /move of the pack .*packs are pulled"):
             peer.move(*keys)
+
+
+PROTECTION = (f"{PACK.rpartition('/')[0]}/", {"n4": {PACK: 1 << 40}, NODE: {}}, 2.5e9)
+
+
+def test_an_agent_may_protect_for_longer_than_any_other_wait(store: LocalStore) -> None:
+    asked, is_over = [], threading.Event()
+
+    def protect(task: Protection) -> int:
+        asked.append(task)
+        is_over.wait(10)
+        return 1 << 40
+
+    limits = Limits(idle_seconds=0.2)
+    with (
+        closing(PeerServer(store, CREDENTIALS, "127.0.0.1", limits=limits, protect=protect)) as server,
+        closing(Peer(server.address, CREDENTIALS, 0.2)) as peer,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        first = thread.submit(peer.protect, *PROTECTION, 20)
+        while not asked:
+            time.sleep(0.01)
+        with pytest.raises(UnavailableError, match="protects another attempt; retry"):
+            peer.protect(*PROTECTION, 20)
+        time.sleep(0.5)
+        is_over.set()
+        assert first.result() == 1 << 40
+        assert peer.protect(*PROTECTION, 20) == 1 << 40
+        is_over.clear()
+        begun = time.monotonic()
+        with pytest.raises(UnavailableError, match="did not answer in time"):
+            peer.protect(*PROTECTION, 0.1)
+        assert time.monotonic() - begun < 5
+        is_over.set()
+    attempt, packs, bytes_per_second = PROTECTION
+    assert asked == 3 * [Protection(attempt, packs, bytes_per_second)] and [*asked[0].packs] == ["n4", NODE]
+
+
+def test_only_an_agent_with_peers_protects(peer: Peer) -> None:
+    with pytest.raises(InvalidError, match=r"node n3 .*POST /protect: this agent makes no parity"):
+        peer.protect(*PROTECTION, 10)
+
+
+def test_the_reason_for_no_parity_comes_back(store: LocalStore) -> None:
+    def protect(task: Protection) -> int:
+        raise UnavailableError("node n4 has 0 packs of 0 bytes; expected 1 of 7")
+
+    with (
+        closing(PeerServer(store, CREDENTIALS, "127.0.0.1", protect=protect)) as server,
+        closing(Peer(server.address, CREDENTIALS, 10)) as peer,
+    ):
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="node n4 has 0 packs of 0 bytes; expected 1 of 7"):
+                peer.protect(*PROTECTION, 10)
 
 
 def test_names_come_by_pages_in_order(store: LocalStore, server: PeerServer, peer: Peer) -> None:

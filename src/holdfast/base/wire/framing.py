@@ -30,6 +30,9 @@ PAGE_NAMES = 4096
 PAGE_BYTES_MAX = 8 * MIB
 """More than a page of the longest names takes; most bytes of a task."""
 
+_TASK_NAMES_MAX = 2 * PAGE_NAMES
+"""Most names in a task. In memory a short name takes many times the bytes of the JSON."""
+
 NONCE_BYTES = 32
 
 RANK, AGENT = "rank", "agent"
@@ -226,8 +229,23 @@ class Move(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         split_key(self.new_key)
 
 
-Task = Removal | Move
-TASKS: dict[str, type[Task]] = {kind.LINE: kind for kind in (Removal, Move)}
+class Protection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The task to keep the parity of an attempt for the other nodes of the group. The answer is bytes of the parity."""
+
+    LINE: ClassVar = "POST /protect"
+
+    attempt: str
+    """The prefix of the attempt."""
+
+    packs: dict[str, dict[str, _Size]]
+    """Bytes of the packs of each node by key; nodes in the order of the group."""
+
+    bytes_per_second: Annotated[float, msgspec.Meta(gt=0)] | None
+    """Most bytes that the agent reads a second; None for as many as there come."""
+
+
+Task = Removal | Move | Protection
+TASKS: dict[str, type[Task]] = {kind.LINE: kind for kind in (Removal, Move, Protection)}
 """The tasks that an agent carries out, by method and target of the request. The body is the task in JSON."""
 
 
@@ -237,6 +255,8 @@ def decode_task(line: str, data: bytes | bytearray) -> Task:
     Raises:
         InvalidError: The body is no such task.
     """
+    if (names := data.count(b'"') // 2) > _TASK_NAMES_MAX:
+        raise InvalidError(f"{line}: {names} names; expected at most {_TASK_NAMES_MAX}")
     try:
         return msgspec.json.decode(data, type=TASKS[line])
     except (msgspec.DecodeError, RecursionError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 import msgspec
@@ -126,9 +126,30 @@ class Peer(Store):
         """
         self._carry_out(framing.Move(key, new_key))
 
-    def _carry_out(self, task: framing.Task) -> None:
+    def protect(
+        self, attempt: str, packs: Mapping[str, Mapping[str, int]], bytes_per_second: float | None, seconds: float
+    ) -> int:
+        """Let the agent keep the parity of an attempt for the other nodes of the group; return bytes of the parity.
+
+        Args:
+            attempt: The prefix of the attempt, whose manifest is published.
+            packs: Bytes of the packs of each node by key; nodes in the order of the group.
+            bytes_per_second: Most bytes that the agent reads a second; None for as many as there come.
+            seconds: The deadline of this call.
+        Raises:
+            UnavailableError: A node does not answer or has other packs, the agent has no room, or is not done in time.
+            InvalidError: These are no packs of the attempt, or the agent makes no parity.
+        """
+        task = framing.Protection(attempt, {node: {**of_node} for node, of_node in packs.items()}, bytes_per_second)
+        answer = self._carry_out(task, seconds)
+        try:
+            return msgspec.json.decode(answer, type=int)
+        except msgspec.DecodeError as error:
+            raise CorruptError(f"{self.url}: {task.LINE}: {shown(str(error))}; expected bytes of parity") from error
+
+    def _carry_out(self, task: framing.Task, seconds: float | None = None) -> memoryview:
         data = msgspec.json.encode(task)
-        self._ask(task.LINE, OK, _proof_of(data), data)
+        return self._ask(task.LINE, OK, _proof_of(data), data, framing.HEADER_BYTES_MAX, seconds=seconds)[1]
 
     def _put(self, key: str, data: bytes, fields: dict[str, str]) -> None:
         split_key(key)
@@ -144,7 +165,14 @@ class Peer(Store):
             link.close()
 
     def _ask(
-        self, line: str, expected: str, fields: dict[str, str] | None = None, data: bytes = b"", room: Room = 0
+        self,
+        line: str,
+        expected: str,
+        fields: dict[str, str] | None = None,
+        data: bytes = b"",
+        room: Room = 0,
+        *,
+        seconds: float | None = None,
     ) -> tuple[Head, memoryview]:
         """Send a request; return the header and the body of its answer.
 
@@ -154,10 +182,13 @@ class Peer(Store):
             fields: Further fields of the request.
             data: The body of the request.
             room: Where the body of the answer goes, or the most bytes that the body may have.
+            seconds: The deadline of the request; None for that of each call.
         """
         link, is_kept = self._kept_link() or self._connected(), False
         try:
             link.begin_next()
+            if seconds is not None:
+                link.end_in(seconds)
             answer = self._answer_to(link, Head(line, fields or {}), data)
             if not link.is_proven:
                 raise self._unproven(f"answer {answer.line} without a proof of this connection")

@@ -213,6 +213,12 @@ def test_a_body_of_another_length_is_corrupt() -> None:
         asked(lying([(Head("200", {"content-length": str(1 << 60)}), b"")]), lambda peer: peer.get("x", 10))
 
 
+@pytest.mark.parametrize("body", [b"", b"x", b'"7"', b"1.5", b"[]"])
+def test_parity_without_a_count_is_refused(body: bytes) -> None:
+    with pytest.raises(CorruptError, match=r"node n3 .*POST /protect: .*expected bytes of parity"):
+        asked(lying([(Head("200", {}), body)]), lambda peer: peer.protect("step/attempt/", {}, None, 5))
+
+
 def test_an_agent_of_another_version_is_named() -> None:
     other = Head("400", {"holdfast-version": "2", "holdfast-run": CREDENTIALS.run})
     with pytest.raises(InvalidError, match=r"node n3 \(.*\): the agent has another version: found 2; expected 1"):
