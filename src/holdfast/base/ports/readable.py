@@ -78,6 +78,10 @@ class StoreTraits:
     """Whether the server must show once a process that it refuses the second of two creates of one key:
     `require_exclusive_creates`. `put_if_absent` asks by itself, before a create that decides something."""
 
+    attempts_stay_whole: bool = False
+    """Whether collection keeps all packs of an attempt while a step refers to one of them: the store has parity of
+    them together."""
+
 
 class Readable(Protocol):
     """Read-only access by key: a store, or files of another system under their own names.

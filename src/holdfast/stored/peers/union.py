@@ -80,7 +80,7 @@ class PeerStore(Store):
         self.url, self._nodes, self._own, self._keepers, self._former = url, nodes, nodes[own], keepers, former
         self._forgotten = frozenset[str]()
         # An agent may carry out a call after the caller has given the call up.
-        self.traits = replace(self._own.traits, maps_files=False, failed_calls_are_over=False)
+        self.traits = replace(self._own.traits, maps_files=False, failed_calls_are_over=False, attempts_stay_whole=True)
         self._attempts: dict[str, AttemptPlaces] = {}
         """Attempts whose packs were looked for on other nodes: the packs of a committed attempt never move."""
         self._told: set[str] = set()
@@ -255,10 +255,7 @@ class PeerStore(Store):
         raise MissingError(f"{self.url}/{key}: no such object on any node")
 
     def _of_pack(
-        self,
-        key: str,
-        call: Callable[[Store], _Result],
-        rebuild: Callable[[AttemptPlaces], _Result] | None,
+        self, key: str, call: Callable[[Store], _Result], rebuild: Callable[[AttemptPlaces], _Result] | None
     ) -> _Result:
         attempt, failure = attempt_of(key) or "", None
         with suppress(MissingError):

@@ -270,7 +270,7 @@ class CheckpointGC:
             InvalidError: The policy ranks by a metric that no step has.
             UnavailableError: Storage failed.
         """
-        store = self._store
+        store, traits = self._store, self._store.traits
         if self._run_id is None:
             self._run_id = require_run(store)
         fence, quarantine = current_fence(store), quarantined(store)
@@ -302,7 +302,7 @@ class CheckpointGC:
         self._warn_of_unread(unread)
         listed = self._known.with_files_to_delete(all_files, {*reasons, *under_way}, fence)
         packs = linked_packs(store, listed, {*reasons, *under_way}, needed)
-        found = Found(packs.listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
+        found = Found(packs.listed, moved, chosen, under_way, superseded_packs(store), traits, packs_known=not unread)
         begun = discarded_in(records) | self._choice.begun if self._choice.is_all else None
         bases = None if unread else [name for name, why in whys.items() if BASE in why]
         segments = unneeded_segments(store, all_files, whole, newest, bases, needs.readers.keys(), self._pins.log)

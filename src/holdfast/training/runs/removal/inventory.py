@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from holdfast.base.ports.readable import StoreTraits
 from holdfast.base.types.removal import StepAndDigest, StepFiles, Unreferenced, steps_of
 from holdfast.core.format.names import superseded_key
 from holdfast.stored.repository import removal
@@ -66,6 +67,7 @@ class Found:
     chosen: Chosen
     under_way: frozenset[int]
     wanted_packs: frozenset[str]
+    traits: StoreTraits
     packs_known: bool
 
     def unreferenced(self, reasons: Collection[int], begun: frozenset[int] | None) -> Unreferenced:
@@ -108,6 +110,7 @@ class Found:
             removal.is_pack_key,
             self.wanted_packs | packs_named_by(moved.manifests),
             packs_known=self.packs_known,
+            attempts_stay_whole=self.traits.attempts_stay_whole,
         )
 
 

@@ -15,6 +15,7 @@ def unreferenced(
     wanted: frozenset[str] = frozenset(),
     *,
     packs_known: bool,
+    attempts_stay_whole: bool = False,
 ) -> Unreferenced:
     """Return the manifests that may go, and every file that no remaining manifest names.
 
@@ -27,10 +28,14 @@ def unreferenced(
         is_pack: Whether a key is that of a pack.
         wanted: Further packs that must stay.
         packs_known: Whether every remaining manifest could be read. If not, no pack goes: it may be named by one.
+        attempts_stay_whole: Whether all packs of an attempt stay while a remaining step refers to one of them.
     """
     all_steps = list(steps)
     stays = {step.step for step in all_steps if step.counts and step.step in staying}
     needed = wanted.union(*(step.packs for step in all_steps if step.step in stays))
+    if attempts_stay_whole:
+        named = [sizes for step in all_steps for sizes in step.attempts.values() if not needed.isdisjoint(sizes)]
+        needed |= {key for sizes in named for key in sizes if is_pack(key)}
     to_delete: dict[int, str] = {}
     files: dict[str, int] = {}
     for step in all_steps:

@@ -24,9 +24,17 @@ class Run:
     staying: frozenset[int]
     under_way: frozenset[int]
     packs_known: bool
+    attempts_stay_whole: bool = False
 
     def unreferenced(self) -> Unreferenced:
-        return unreferenced(self.steps, self.staying, self.under_way, is_pack, packs_known=self.packs_known)
+        return unreferenced(
+            self.steps,
+            self.staying,
+            self.under_way,
+            is_pack,
+            packs_known=self.packs_known,
+            attempts_stay_whole=self.attempts_stay_whole,
+        )
 
     def without(self, gone: Unreferenced) -> Run:
         """Return what is left of it."""
@@ -115,6 +123,20 @@ def test_what_nobody_needs_goes(run: Run) -> None:
             if name in each.pinned or (stays and each.attempt in (name, None)):
                 continue
             assert all(key in needed or (is_pack(key) and not run.packs_known) for key in files)
+
+
+@given(runs())
+def test_where_attempts_stay_whole_all_packs_of_an_attempt_go_or_none(run: Run) -> None:
+    whole = replace(run, attempts_stay_whole=True)
+    gone, gone_by_pack = whole.unreferenced(), run.unreferenced()
+    for each in run.steps:
+        for files in each.attempts.values():
+            packs = {key for key in files if is_pack(key)}
+            assert packs <= gone.files.keys() or packs.isdisjoint(gone.files)
+            assert packs <= gone.files.keys() or not packs <= gone_by_pack.files.keys()
+            assert files.keys() - packs - gone.files.keys() == files.keys() - packs - gone_by_pack.files.keys()
+    assert gone.steps == gone_by_pack.steps
+    assert not whole.without(gone).unreferenced()
 
 
 @given(runs())

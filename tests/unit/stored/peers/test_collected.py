@@ -1,0 +1,42 @@
+"""Collection of steps in the folders of several nodes: what is left is protected as before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import holdfast
+from holdfast.settings import MIB, Settings
+from holdfast.stored.peers.parity_files import attempt_of, packs_at, protect
+from tests.support.tuning import tuned
+from tests.unit.stored.peers.test_union import Nodes, read
+
+SETTINGS = tuned(Settings(collect_grace_seconds=0.0), unchanged_bytes_min=4096)
+
+
+def state_at(step: int) -> dict[str, object]:
+    return {"frozen": torch.arange(6000.0), "moving": torch.full((MIB // 4,), float(step))}
+
+
+def test_a_pack_that_later_steps_need_is_still_read_without_its_node(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    for store in nodes.stores.values():
+        store.traits = replace(store.traits, object_bytes_max=5 * MIB // 4)
+    manager = holdfast.CheckpointManager(
+        nodes.at(0), keep_last=1, process_group=False, preemption=False, settings=SETTINGS
+    )
+    with manager:
+        manager.save(1, state_at(1)).wait()
+        first = {key for entry in nodes.at(0).list() if (key := entry.key).endswith(".safetensors")}
+        (attempt,) = {attempt_of(key) or "" for key in first}
+        packs = {name: packs_at(store, attempt) for name, store in nodes.stores.items()}
+        for name in nodes.names:
+            protect(nodes.stores, name, attempt, packs)
+        whole = {key: read(nodes.at(0), key) for key in first}
+        for step in (2, 3):
+            manager.save(step, state_at(step)).wait()
+    assert manager.steps() == [3] and len(first) > 1
+    nodes.lose(0)
+    assert {key: read(nodes.at(1), key) for key in first} == whole
