@@ -95,7 +95,7 @@ def test_the_order_of_the_nodes_does_not_matter() -> None:
 
 
 def test_one_node_is_a_group_without_protection() -> None:
-    assert grouping([RosterNode("a", "a")]) == Grouping((("a",),), ("a",), ())
+    assert grouping([RosterNode("a", "a")]) == (alone := Grouping((("a",),), ("a",), ())) and alone.node_share == 1
     assert survival([("a",)], {"a": 1}, set(), {"a"}) is Survival.PARTIAL
     assert Stripe((PackStream.of({"pack": 3}),)).pulls(0) == []
     assert Stripe((PackStream.of({"pack": 3}),)).parity_bytes(0) == 0
@@ -246,6 +246,8 @@ def test_parity_of_equal_streams_takes_a_share_and_pulls_a_stream(members: int) 
     stripe = Stripe((PackStream.of({"a": 100_003, "b": 7}),) * members)
     for number in range(members):
         assert stripe.parity_bytes(number) == math.ceil(100_010 / (members - 1))
+        share_bytes = grouping(roster(members, 0), group=members).node_share * members * 100_010
+        assert math.isclose(share_bytes, 100_010 + stripe.parity_bytes(number), abs_tol=1)
         pulled = sum(each.stop - each.start for each in stripe.pulls(number))
         assert abs(pulled - 100_010) < members
     reads = stripe.rebuild(0, "a", 5, 1005, [0])

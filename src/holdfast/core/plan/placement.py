@@ -39,6 +39,12 @@ class Grouping:
     large_domains: tuple[str, ...]
     """Domains with more nodes than there are groups: the loss of such a domain takes two members of one group."""
 
+    @property
+    def node_share(self) -> float:
+        """The part of a step that a node of the smallest group stores with parity, if all nodes write equally much."""
+        sizes = [len(group) for group in self.groups]
+        return (1 + 1 / (min(sizes) - 1)) / sum(sizes) if len(self.groups[0]) > 1 else 1.0
+
 
 def grouping(nodes: Sequence[RosterNode], group: int | None = None) -> Grouping:
     """Return the groups and the keepers of a roster.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from math import ceil
 
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
@@ -27,20 +28,32 @@ _STAYS_FREE_BYTES = 64 * MIB
 
 
 class NearRoom:
-    """What rank 0 knows of the room of a near tier. The folder is one file system for all ranks."""
+    """What rank 0 knows of the room of a near tier: one file system for all ranks, or the folders of several nodes.
+
+    Of several nodes, that of rank 0 stands for all: the nodes of a job have equal memory and nearly equal shares.
+    """
 
     def __init__(
-        self, store: Store, bytes_max: int | None, spares: tuple[Callable[[], int], Callable[[], None]] | None
+        self,
+        store: Store,
+        bytes_max: int | None,
+        spares: tuple[Callable[[], int], Callable[[], None]] | None,
+        folder: Store | None = None,
+        node_share: float = 1.0,
     ) -> None:
         """Look at nothing yet.
 
         Args:
             store: The near tier.
-            bytes_max: Most bytes of all files there; None for what the file system holds.
+            bytes_max: Most bytes of all files in a folder; None for what the file system holds.
             spares: Of a near tier in memory: returns the bytes of collected files that the next step takes again, and
                 removes these files. None on a disk.
+            folder: The folder of this node, if each node has one; None: the store is the only folder.
+            node_share: The part of the bytes of a step that each folder takes, with parity.
         """
         self._store, self._bytes_max, self._spares = store, bytes_max, spares
+        self._folder, self._node_share = folder or store, node_share
+        self._where = "" if folder is None else " on each node"
         self._step_bytes = 0
         """Bytes that the last step wrote."""
         self._failure = ""
@@ -77,11 +90,11 @@ class NearRoom:
 
     def _lack(self, state_bytes: int) -> str:
         # A step that refers to older ones is smaller than the state.
-        step_bytes = self._step_bytes or self._bytes_of_newest() or state_bytes
-        needed, free = f", and a step needs {shown_bytes(step_bytes)}", self._store.free_bytes()
+        step_bytes = ceil((self._step_bytes or self._bytes_of_newest() or state_bytes) * self._node_share)
+        needed, free = f", and a step needs {shown_bytes(step_bytes)}{self._where}", self._folder.free_bytes()
         if free is not None and free < step_bytes:
             return f"has {shown_bytes(free)} free{needed}{'' if self._spares is None else _LARGER_MOUNT}"
-        used = 0 if self._bytes_max is None else sum(entry.bytes for entry in self._store.list(""))
+        used = 0 if self._bytes_max is None else sum(entry.bytes for entry in self._folder.list(""))
         # Steps of an earlier job may fill the tier, and are only collected after a save: the first save may be over.
         more_bytes = 0 if not self._step_bytes and step_folders(self._store) else step_bytes
         if self._bytes_max is not None and used + more_bytes > self._bytes_max:
@@ -112,8 +125,8 @@ class NearRoom:
             return ""
         return (
             f"is in memory, and the host or the control group has {shown_bytes(free)} free; a step needs "
-            f"{shown_bytes(needed)}: its files, copies on their way there and what stays free; swap does not count. "
-            "Raise the limit of the container (docker run --memory, resources.limits.memory)"
+            f"{shown_bytes(needed)}{self._where}: its files, copies on their way there and what stays free; swap does "
+            "not count. Raise the limit of the container (docker run --memory, resources.limits.memory)"
         )
 
 
