@@ -100,7 +100,8 @@ def _place(
     if is_memory and bytes_max is None:
         bytes_max = _memory_for(folder)
     spares = (folder.spare_bytes, folder.drop_spares) if isinstance(folder, ShelfStore) else None
-    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, spares, agent, peers)
+    own = folder if peers is not None else None
+    return NearPlace(store, tier.every, keep_last, bytes_max, is_memory, spares, agent, peers, own)
 
 
 def _require_own_folder(tier: Tier, path: str, is_memory: bool) -> None:

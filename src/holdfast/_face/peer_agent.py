@@ -66,7 +66,9 @@ class _PeerAgent:
     def _watch(self) -> None:
         """Watch as the agent of any near tier does, under the newest roster of the folder."""
         begun, ended = self._clock.monotonic_seconds(), None
-        while (roster := read_roster(self._folder)) != ended or roster is None:
+        while (roster := read_roster(self._folder)) is not None or ended is None:
+            if roster == ended is not None:
+                return  # The watch has ended, and no job has come since.
             near = None if roster is None else self._near_of(roster)
             is_young = self._clock.monotonic_seconds() - begun < self._request["orphan_seconds"]
             if near is None or not has_job_file(near):
@@ -101,7 +103,7 @@ class _PeerAgent:
         if roster is None:
             raise UnavailableError(f"node {self._node}: the folder has no roster yet; retry")
         group = {name: self._store_of(roster, name) for name in wanted.packs}
-        return protect(group, self._node, wanted.attempt, wanted.packs, wanted.bytes_per_second)
+        return protect(group, self._node, wanted.attempt, wanted.packs)
 
     def _store_of(self, roster: Roster, name: str) -> Store:
         if name == self._node:

@@ -34,6 +34,7 @@ from holdfast._face.peer_nodes import (
 )
 from holdfast._face.wiring import near_folder_at
 from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.peers.peer import Peer
 from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.child_python import command_of
@@ -114,8 +115,6 @@ def peers_at(tier: Tier, root: Store, settings: Settings, job: Job) -> PeerPlace
     answers = _together(job, serve if leads else bytes)
     members = tuple(msgspec.json.decode(each, type=Member) for each in answers if each)
     roster = _roster_of(tier, root, members, statements, job)
-    if leads:
-        write_roster(folder, roster)
     store = store_of(url, roster, own.node, {own.node: folder}, secret)
     mine = next(each for each in members if each.name == own.node)
     agent = peer_at(mine, root.url, secret)
@@ -129,7 +128,7 @@ def peers_at(tier: Tier, root: Store, settings: Settings, job: Job) -> PeerPlace
         require_agent=starter.require if starter is not None else None,
         note_replicated=partial(_forget_former, store, roster, folder if leads else None),
     )
-    _together(job, partial(_require_reached, roster, own.node, secret) if leads else bytes)
+    _together(job, partial(_join, roster, folder, own.node, secret) if leads else bytes)
     if job.comm.rank == 0:
         _tell(url, roster)
     return PeerPlace(store, folder, group)
@@ -140,7 +139,7 @@ def _forget_former(store: PeerStore, roster: Roster, folder: LocalStore | None) 
         write_roster(folder, msgspec.structs.replace(roster, former=()))
 
 
-def _protect(agent: Store, tier: Tier, attempt: str, packs: dict[str, dict[str, int]]) -> None:
+def _protect(agent: Peer, tier: Tier, attempt: str, packs: dict[str, dict[str, int]]) -> None:
     agent.protect(attempt, packs, tier.max_bytes_per_second, tier.protect_timeout_seconds)
 
 
@@ -321,8 +320,13 @@ def _roster_of(
     return Roster(root.url, tier.group, members, tuple(known[name] for name in sorted(known)), made)
 
 
-def _require_reached(roster: Roster, own: str, secret: bytes) -> bytes:
-    """Refuse a node that cannot reach its group: not only at the first failure."""
+def _join(roster: Roster, folder: LocalStore, own: str, secret: bytes) -> bytes:
+    """Put the roster into the folder of a node, and refuse a node that cannot reach its group: at once, not at a loss.
+
+    Raises:
+        UnavailableError: It cannot.
+    """
+    write_roster(folder, roster)
     own_group = roster.group_of[own]
     for member in roster.members:
         if member.name in own_group or member.name in roster.grouping.keepers:

@@ -81,4 +81,5 @@ def read_roster(folder: Store) -> Roster | None:
 
 def write_roster(folder: Store, roster: Roster) -> None:
     """Store the roster in the folder of a node."""
-    folder.put(ROSTER_FILE, sealed({**header(_KIND, minor=0), **msgspec.to_builtins(roster)}), durable=False)
+    fields = msgspec.json.decode(msgspec.json.encode(roster), type=dict[str, object])
+    folder.put(ROSTER_FILE, sealed({**header(_KIND, minor=0), **fields}), durable=False)

@@ -24,8 +24,9 @@ NEAR_FILE = f"{NEAR_FOLDER}tier.json"
 
 _KIND = "near tier"
 _FOLDERS = {"tags", "timelines", "quarantine", "superseded", "readers", "collecting"}
-_OWN = {RUN_FILE, README_FILE, LATEST_FILE, *_FOLDERS, "job.json"}
-"""First parts of the keys that a near tier has, without epochs, steps and the files of its agent."""
+_OWN = {RUN_FILE, README_FILE, LATEST_FILE, *_FOLDERS, "job.json", "roster.json"}
+"""First parts of the keys that a near tier has, without epochs, steps and the files of its agent. Of peers, an agent
+ends once its node is in no roster any more."""
 _BYTES_MAX = 1 << 16
 
 

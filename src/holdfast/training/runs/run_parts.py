@@ -117,7 +117,7 @@ class RunParts:
     def base(self) -> BaseStep | None:
         """The last step that this rank saved into the place, or loaded. Whether the place has it, the claim looks."""
         begun_loads, committed = self._committed
-        # The packs of a loaded step may lie on nodes that are lost, or no part of the job: a step of peers stands alone.
+        # The packs of a loaded step may lie on nodes that are lost: the first step of peers in a job stands alone.
         loaded = None if self.replicates else self.position.base
         return committed if begun_loads == self.position.begun_loads else loaded
 

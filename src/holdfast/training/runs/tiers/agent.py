@@ -116,6 +116,8 @@ class Agent:
         self._is_hurried = False  # No event: a handler that sets one may have interrupted its wait.
         self._seen: tuple[str, float] = "", 0.0
         """The job in `job.json` whose process cannot be seen from here, and when that job was first seen."""
+        self._known_at = clock.monotonic_seconds()
+        """When the near tier last said whether a job lives."""
         self._writers = WriterWatch(self._near, clock, lease_seconds)
         self._state: State = "watching"
         poll_seconds = min(patience.orphan_seconds / _POLLS_PER_ORPHAN, _POLL_SECONDS_MAX)
@@ -146,7 +148,7 @@ class Agent:
         try:
             return is_there and (self._near.size(RUN_FILE) > 0 or self._has_manager())
         except MissingError:
-            return self._has_manager()  # Of peers, the agent is there before the first save.
+            return is_there and self._has_manager()
         except CheckpointError:
             return is_there
 
@@ -173,7 +175,7 @@ class Agent:
         if error := self._reading_error():
             return error
         try:
-            with suppress(UnavailableError):
+            with suppress(UnavailableError, MissingError):  # Of peers, the agent is there before the first save.
                 self._drain.require_run()
         except InvalidError:
             # The root may have gone between the two reads.
@@ -253,12 +255,17 @@ class Agent:
     # -------------------------------------------------------------------------------------------------- the job
 
     def _has_job(self) -> bool:
-        """Return whether a job lives. While the near tier does not answer, nothing is certain, and nothing is done."""
+        """Return whether a job lives. While the near tier does not answer, nothing is certain, and nothing is done; but
+        not for longer than a job may be away."""
+        now = self._clock.monotonic_seconds()
         try:
-            return self._has_manager() or self._has_lease()
+            has_job = self._has_manager() or self._has_lease()
+            self._known_at = now
+            return has_job
         except CheckpointError as error:
             logger.warning("%s: whether a job lives is unknown: %s", self._near.url, error)
-            return True
+            # Of peers, the agents of other nodes may have ended, or their nodes are lost.
+            return now - self._known_at < self._patience.orphan_seconds
 
     def _has_manager(self) -> bool:
         with suppress(MissingError, ValueError, TypeError):

@@ -66,6 +66,9 @@ class NearPlace:
     peers: PeerGroup | None = None
     """How the nodes protect each other; None where all ranks see one folder."""
 
+    folder: Store | None = None
+    """The folder of the node of this rank; None where all ranks see one folder."""
+
 
 class NearTier:
     """The near tier of one manager, on one rank."""
@@ -99,7 +102,13 @@ class NearTier:
         """The parts of saves into the near tier."""
         self.drain = Drain(job, run, self.parts, root, keep, dispatcher)
         """Copies due steps to the root."""
-        self.room = NearRoom(place.store, place.bytes_max, place.spares)
+        self.room = NearRoom(
+            place.store,
+            place.bytes_max,
+            place.spares,
+            folder=place.folder,
+            node_share=1.0 if place.peers is None else place.peers.node_share,
+        )
         """Whether the next step has a place near."""
         if place.is_memory and place.bytes_max is not None and job.comm.rank == 0:
             logger.log(
