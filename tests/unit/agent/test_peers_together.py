@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.peers.peer import Peer
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.base.ports.store import Store
-from holdfast.base.wire.framing import Credentials
+from holdfast.base.wire.framing import Credentials, Protection
 from holdfast.errors import UnavailableError
 from holdfast.settings import ObjectSettings, Settings
 from holdfast.stored.peers.parity_files import protect
@@ -30,11 +31,11 @@ PART = 1 << 16
 class Node:
     """A node: a folder, and the agent that serves the folder."""
 
-    def __init__(self, folder: Path, retry_seconds: float) -> None:
+    def __init__(self, folder: Path, retry_seconds: float, protect: Callable[[Protection], int] | None = None) -> None:
         self.folder = folder
         self.store = LocalStore(folder, settings=Settings())
         credentials = Credentials(RUN, SECRET, folder.name)
-        self.server = PeerServer(self.store, credentials, "127.0.0.1")
+        self.server = PeerServer(self.store, credentials, "127.0.0.1", protect=protect)
         self._peer = Peer(self.server.address, credentials, 5)
         self.peer = RetryingStore(
             self._peer, Settings(object_store=ObjectSettings(retry_seconds_per_call=retry_seconds))
@@ -54,7 +55,11 @@ class Job:
     """Nodes, and the store as a rank of each node has it."""
 
     def __init__(self, folder: Path, count: int, retry_seconds: float = 20) -> None:
-        self.nodes = {f"n{number}": Node(folder / f"n{number}", retry_seconds) for number in range(count)}
+        names = [f"n{number}" for number in range(count)]
+        self.nodes = {name: Node(folder / name, retry_seconds, partial(self._protect, name)) for name in names}
+
+    def _protect(self, name: str, task: Protection) -> int:
+        return protect(self.folders(name), name, task.attempt, task.packs, task.bytes_per_second)
 
     def close(self) -> None:
         for node in self.nodes.values():
@@ -118,8 +123,8 @@ def test_a_node_that_dies_is_read_from_the_others(job: Job) -> None:
     packs = put_packs(job, (3_000_000, 2_000_001, 1_000_000, 2_500_000))
     written = {name: {key: len(data)} for name, (key, data) in zip(job.nodes, packs.items(), strict=True)}
     job.at("n0").put_if_absent("step-000000000020/manifest.json", b"manifest")
-    for name in job.nodes:
-        protect(job.folders(name), name, ATTEMPT, written)
+    for name, node in job.nodes.items():
+        assert node._peer.protect(ATTEMPT, written, 1e9, 30) == (833_334 if name == "n0" else 1_000_000)
     before = job.at("n0")
     assert [read(before, key) for key in packs] == [*packs.values()]
     job.nodes["n2"].lose()

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import msgspec
 
+from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.format.names import is_attempt_folder, is_pack_name, step_of_folder
@@ -31,6 +32,7 @@ WINDOW_BYTES = 8 * MIB
 
 _TABLE_BYTES_MAX = 64 * MIB
 _KIND = "parity"
+_CLOCK = SystemClock()
 
 
 class ParityTable(msgspec.Struct, frozen=True, dict=True):
@@ -73,7 +75,14 @@ def packs_at(node: Store, attempt: str) -> dict[str, int]:
     return {entry.key: entry.bytes for entry in found if is_pack_name(entry.key.removeprefix(attempt))}
 
 
-def protect(group: Mapping[str, Store], own: str, attempt: str, packs: Mapping[str, Mapping[str, int]]) -> int:
+def protect(
+    group: Mapping[str, Store],
+    own: str,
+    attempt: str,
+    packs: Mapping[str, Mapping[str, int]],
+    bytes_per_second: float | None = None,
+    pause: Callable[[float], None] = _CLOCK.sleep,
+) -> int:
     """Keep the parity of an attempt for the other nodes of a group; return its bytes. Each node of the group does this.
 
     Parity that is whole already stays: a node that was lost since has no packs to make the parity from again.
@@ -83,6 +92,8 @@ def protect(group: Mapping[str, Store], own: str, attempt: str, packs: Mapping[s
         own: The name of this node.
         attempt: The prefix of the attempt, whose manifest is published.
         packs: The packs that each node of the group wrote, with their bytes.
+        bytes_per_second: Most bytes that are read a second; None for as many as there come.
+        pause: Waits for some seconds after each read of a window.
     Raises:
         UnavailableError: A node does not answer or has other packs, or this node has no room. Older parity stays.
     """
@@ -104,6 +115,8 @@ def protect(group: Mapping[str, Store], own: str, attempt: str, packs: Mapping[s
     def read(pull: ParityInput, part: memoryview) -> None:
         assert pull.key is not None, "parity is of packs"
         stores[pull.member].read_into(pull.key, [(pull.start, pull.stop)], [part])
+        if bytes_per_second is not None:
+            pause(part.nbytes / bytes_per_second)
 
     if total_bytes:
         upload = group[own].upload(xor_key, total_bytes, WINDOW_BYTES, folders_durable=False)

@@ -14,7 +14,7 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import Settings
-from holdfast.stored.peers.parity_files import parity_keys, protect
+from holdfast.stored.peers.parity_files import WINDOW_BYTES, parity_keys, protect
 from holdfast.stored.peers.union import PeerStore
 from holdfast.testing.store import StoreSuite
 
@@ -269,6 +269,15 @@ def test_parity_outlives_a_node_that_is_protected_again(tmp_path: Path) -> None:
     (tmp_path / "node-1" / parity_keys(ATTEMPT)[1]).unlink()
     with pytest.raises(UnavailableError, match="node-2 has 0 packs of 0 bytes; expected 1 of 30000"):
         nodes.protect()
+
+
+def test_parity_leaves_the_network_to_others(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    nodes.put_packs([20_000_000, 20, 30_000])
+    pauses: list[float] = []
+    assert protect(dict(nodes.stores), "node-1", ATTEMPT, nodes.packs, 1e6, pauses.append) == 10_000_000
+    assert sum(pauses) == pytest.approx((10_000_000 + 15_000) / 1e6), "all that was pulled"
+    assert max(pauses) == WINDOW_BYTES / 1e6
 
 
 def test_a_holder_that_lists_and_does_not_read_is_no_absent_one(tmp_path: Path) -> None:
