@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -23,7 +24,6 @@ _LAST_WORD_SECONDS = 1.0
 """Wait for the answer of an agent that takes no more of a request: the agent may have said the reason."""
 
 _ERROR_OF = {status: kind for kind, status in framing.STATUS_OF.items()}
-
 
 Room = memoryview | int
 """Memory for a body, or the most bytes that the body may have."""
@@ -176,6 +176,8 @@ class Peer(Store):
     ) -> tuple[Head, memoryview]:
         """Send a request; return the header and the body of its answer.
 
+        A small body that changed on the way is asked for once more, or sent once more. Bodies of packs are not.
+
         Args:
             line: Method and target.
             expected: The status of an answer that is no error.
@@ -184,12 +186,23 @@ class Peer(Store):
             room: Where the body of the answer goes, or the most bytes that the body may have.
             seconds: The deadline of the request; None for that of each call.
         """
+        once = partial(self._ask_once, line, expected, fields or {}, data, room, seconds)
+        try:
+            return once()
+        except CorruptError:  # An agent that refuses the body of a request has stored nothing.
+            if isinstance(room, memoryview):
+                raise
+            return once()
+
+    def _ask_once(
+        self, line: str, expected: str, fields: dict[str, str], data: bytes, room: Room, seconds: float | None
+    ) -> tuple[Head, memoryview]:
         link, is_kept = self._kept_link() or self._connected(), False
         try:
             link.begin_next()
             if seconds is not None:
                 link.end_in(seconds)
-            answer = self._answer_to(link, Head(line, fields or {}), data)
+            answer = self._answer_to(link, Head(line, fields), data)
             if not link.is_proven:
                 raise self._unproven(f"answer {answer.line} without a proof of this connection")
             if line.startswith("HEAD "):

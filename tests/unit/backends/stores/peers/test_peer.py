@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ class Flipping:
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address, self.bit, self.is_to_rank, self.passed_bytes = address, -1, True, [0, 0]
+        self.flips_left = 1 << 30
 
     def __call__(self, rank: socket.socket) -> None:
         with socket.create_connection(self.address) as agent:
@@ -71,8 +73,9 @@ class Flipping:
         try:
             while data := bytearray(source.recv(1 << 16)):
                 at = self.bit // 8 - self.passed_bytes[is_to_rank]
-                if is_to_rank == self.is_to_rank and 0 <= at < len(data):
+                if is_to_rank == self.is_to_rank and 0 <= at < len(data) and self.flips_left:
                     data[at] ^= 1 << self.bit % 8
+                    self.flips_left -= 1
                 self.passed_bytes[is_to_rank] += len(data)
                 target.sendall(data)
         except OSError:
@@ -131,6 +134,43 @@ def test_a_flipped_bit_of_a_request_stores_nothing_else(store: LocalStore) -> No
                         assert [(entry.key, entry.bytes) for entry in store.list()] == [("small", 300)]
                         assert store.get("small", 300) == content
                         store.delete(["small"])
+
+
+@pytest.mark.parametrize("is_to_rank", [True, False])
+def test_a_small_body_that_changed_is_asked_for_once_more(store: LocalStore, is_to_rank: bool) -> None:
+    with closing(PeerServer(store, CREDENTIALS, "127.0.0.1")) as server:
+        flipping = Flipping(server.address)
+        flipping.is_to_rank, flipping.flips_left = is_to_rank, 0
+        with listening(flipping) as address:
+            for flips_left in range(3):
+                with closing(Peer(address, CREDENTIALS, 5)) as peer:
+                    content = os.urandom(300)
+                    call = partial(peer.get, "small", 300) if is_to_rank else partial(peer.put, "small", content)
+                    store.put("small", content if is_to_rank else b"before")
+                    flipping.flips_left = flips_left
+                    if flips_left == 2:
+                        with pytest.raises(CorruptError, match="node n3"):
+                            call()
+                        assert store.get("small", 300) == (content if is_to_rank else b"before")
+                    else:
+                        assert call() in (content, None)
+                        assert store.get("small", 300) == content
+                    assert not flipping.flips_left
+                flipping.bit = 8 * (flipping.passed_bytes[is_to_rank] - 1)  # Of the last byte of the body.
+
+
+def test_a_body_of_a_pack_that_changed_is_left_to_the_index(store: LocalStore) -> None:
+    store.put("step/r00000.safetensors", bytes(300))
+    with closing(PeerServer(store, CREDENTIALS, "127.0.0.1")) as server:
+        flipping, found = Flipping(server.address), []
+        with listening(flipping) as address:
+            for _ in range(2):
+                with closing(Peer(address, CREDENTIALS, 5)) as peer:
+                    memory = bytearray(300)
+                    peer.read_into("step/r00000.safetensors", [(0, 300)], [memoryview(memory)])
+                    found.append(bytes(memory))
+                flipping.bit = 8 * (flipping.passed_bytes[True] - 1)
+    assert found == [bytes(300), bytes(299) + b"\1"]
 
 
 def lying(
