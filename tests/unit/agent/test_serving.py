@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from holdfast.agent.serving import Limits, PeerServer
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.peers.peer import Peer
+from holdfast.base.ports.readable import StoreEntry
 from holdfast.base.wire.framing import PAGE_NAMES, Credentials, Protection
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, Settings
@@ -236,6 +238,42 @@ def test_a_connection_that_the_agent_has_closed_is_replaced(server: PeerServer, 
     for conversation in list(server._conversations):
         conversation.link.cut()
     assert bytes(peer.get("latest", 1)) == b"1"
+
+
+def test_few_connections_wait_for_the_next_call(server: PeerServer, store: LocalStore, peer: Peer) -> None:
+    def await_connections(count: int) -> None:
+        for _ in range(1000):
+            if len(server._conversations) == count:
+                break
+            time.sleep(0.01)
+        assert len(server._conversations) == count
+
+    store.put("latest", b"1")
+    pages = sum(iter(partial(server.pages.acquire, blocking=False), False))  # No memory: the threads wait for pages.
+    with ThreadPoolExecutor(20) as threads:
+        found = [threads.submit(lambda: [*peer.list()]) for _ in range(20)]
+        await_connections(20)
+        server.pages.release(pages)
+    assert all(each.result() == [StoreEntry("latest", 1)] for each in found)
+    await_connections(8)
+    assert peer.size("latest") == 1
+    await_connections(8)
+
+
+def test_a_forked_child_has_connections_of_its_own(server: PeerServer, store: LocalStore, peer: Peer) -> None:
+    store.put("latest", b"12345")
+    assert peer.size("latest") == 5
+    (before,) = server._conversations
+    with peer._lock:  # Another thread may hold the lock meanwhile.
+        child = os.fork()
+    if not child:
+        try:
+            os._exit(peer.size("latest"))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    assert bytes(peer.get("latest", 5)) == b"12345"
+    assert next(iter(server._conversations)) is before, "the child has not closed the connection of the parent"
 
 
 @pytest.mark.parametrize("key", ["../x", ".x", "a//b", "/a", "a b", "a\r\nb: c", ""])

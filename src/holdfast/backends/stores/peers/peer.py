@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -22,6 +23,9 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError
 
 _LAST_WORD_SECONDS = 1.0
 """Wait for the answer of an agent that takes no more of a request: the agent may have said the reason."""
+
+_KEPT_MAX = 8
+"""Most connections that wait for the next call."""
 
 _ERROR_OF = {status: kind for kind, status in framing.STATUS_OF.items()}
 
@@ -47,7 +51,7 @@ class Peer(Store):
         self.url = f"node {credentials.node} ({address[0]}:{address[1]})"
         """The node, for messages."""
         self._address, self._credentials, self._timeout_seconds = address, credentials, timeout_seconds
-        self._lock = threading.Lock()
+        self._lock, self._pid = threading.Lock(), os.getpid()
         self._kept: list[Link] = []
 
     def size(self, key: str) -> int:
@@ -216,9 +220,9 @@ class Peer(Store):
         finally:
             if is_kept:
                 with self._lock:
-                    self._kept.append(link)
-                    stale = [each for each in self._kept if not each.is_fresh()]
-                    self._kept = [each for each in self._kept if each not in stale]
+                    kept = [*self._kept, link]
+                    self._kept = [each for each in kept if each.is_fresh()][-_KEPT_MAX:]
+                    stale = [each for each in kept if each not in self._kept]
             for each in stale if is_kept else [link]:
                 each.close()
         return answer, body
@@ -289,6 +293,10 @@ class Peer(Store):
 
     def _kept_link(self) -> Link | None:
         """Return a connection that still stands, if one is kept."""
+        if self._pid != os.getpid():  # The connections and the lock are those of the process that forked this one.
+            self._lock = threading.Lock()
+            self.close()
+            self._pid = os.getpid()
         while True:
             with self._lock:
                 if not self._kept:
