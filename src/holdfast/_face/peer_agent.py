@@ -103,7 +103,7 @@ class _PeerAgent:
         if roster is None:
             raise UnavailableError(f"node {self._node}: the folder has no roster yet; retry")
         group = {name: self._store_of(roster, name) for name in wanted.packs}
-        return protect(group, self._node, wanted.attempt, wanted.packs)
+        return protect(group, self._node, wanted.attempt, wanted.packs, wanted.bytes_per_second)
 
     def _store_of(self, roster: Roster, name: str) -> Store:
         if name == self._node:

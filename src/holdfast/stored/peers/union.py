@@ -18,6 +18,7 @@ from typing import TypeVar
 from holdfast.base.ports.ranges import check_ranges
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry
 from holdfast.base.ports.store import Store, Upload
+from holdfast.base.ports.temporary import TemporaryError
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.engine.parallel_map import ordered_parallel_map
 from holdfast.core.format.names import is_pack_name
@@ -36,6 +37,7 @@ from holdfast.stored.peers.parity_files import (
     PARITY_FOLDER,
     WINDOW_BYTES,
     AttemptPlaces,
+    PackGroup,
     ParityTable,
     attempt_of,
     packs_at,
@@ -273,12 +275,14 @@ class PeerStore(Store):
                     continue  # The step was collected since the look.
                 except UnavailableError as error:
                     failure = error
-        if failure is not None or found.silent:
+        silent, why = sorted({*found.silent} - {*self._former}), failure or "no parity has the pack"
+        if silent or isinstance(failure, TemporaryError):
             raise UnavailableError(
-                f"{self.url}/{key}: cannot be read, and nodes {sorted(found.silent)} do not answer; expected an answer "
-                f"or parity. Start the agents there again, or read from the root: {failure or 'no parity has the pack'}"
+                f"{self.url}/{key}: cannot be read, and nodes {silent} do not answer; expected an answer or parity. "
+                f"Start the agents there again, or read from the root: {why}"
             )
-        raise MissingError(f"{self.url}/{key}: no such pack on any node")
+        # Nodes that are no part of the job are lost.
+        raise MissingError(f"{self.url}/{key}: no node of the job has such a pack: {why}") from failure
 
     def _at(self, call: Callable[[Store], _Result], key: str, found: AttemptPlaces) -> _Result:
         return call(self._nodes[found.holders[key]])
@@ -314,10 +318,18 @@ class PeerStore(Store):
     def _lost_bytes(self, key: str, attempt: AttemptPlaces) -> int:
         group = attempt.group_of(key)
         assert group is not None, "only a pack in a table is rebuilt"
-        return group.table.packs[group.number][key]
+        lost_bytes = group.table.packs[group.number][key]
+        self._inputs_of(attempt, key, 0, lost_bytes)  # Of a pack that cannot be read, no caller needs the bytes.
+        return lost_bytes
 
-    def _rebuild(self, attempt: AttemptPlaces, key: str, start: int, stop: int, buffer: memoryview) -> None:
-        """Fill a buffer with a range of a pack of a lost node."""
+    def _inputs_of(
+        self, attempt: AttemptPlaces, key: str, start: int, stop: int
+    ) -> tuple[PackGroup, Sequence[ParityInput]]:
+        """Return the group of a pack of a lost node, and the ranges whose XOR is a range of the pack.
+
+        Raises:
+            UnavailableError: Other nodes of the group are lost, or have no parity.
+        """
         group, held = attempt.group_of(key), attempt.holders
         assert group is not None, "only a pack in a table is rebuilt"
         table = group.table
@@ -328,16 +340,21 @@ class PeerStore(Store):
                 f"{self.url}/{key}: nodes {sorted(table.nodes[each] for each in absent)} have no parity of the pack; "
                 "expected parity on each other node of the group. Read the step from the root"
             )
+        return group, inputs
+
+    def _rebuild(self, attempt: AttemptPlaces, key: str, start: int, stop: int, buffer: memoryview) -> None:
+        """Fill a buffer with a range of a pack of a lost node."""
+        group, inputs = self._inputs_of(attempt, key, start, stop)
 
         def read(each: ParityInput, part: memoryview) -> None:
             at = parity_keys(attempt_of(key) or "")[1] if each.key is None else each.key
-            node = group.nodes[each.member] if each.key is None else held[at]
+            node = group.nodes[each.member] if each.key is None else attempt.holders[at]
             try:
                 self._nodes[node].read_into(at, [(each.start, each.stop)], [part])
             except MissingError as error:  # Not the pack that is asked for.
                 raise UnavailableError(f"{self.url}/{key}: cannot be rebuilt: {error}") from error
 
-        self._tell(table.nodes[group.number], None)
+        self._tell(group.table.nodes[group.number], None)
         target = buffer.cast("B") if buffer.nbytes else buffer
         memory = allocate_aligned(min(max(stop - start, 1), WINDOW_BYTES))
         for at, part in xor_windows(inputs, stop - start, memory, read):

@@ -256,7 +256,8 @@ class Agent:
 
     def _has_job(self) -> bool:
         """Return whether a job lives. While the near tier does not answer, nothing is certain, and nothing is done; but
-        not for longer than a job may be away."""
+        not for longer than a job may be away.
+        """
         now = self._clock.monotonic_seconds()
         try:
             has_job = self._has_manager() or self._has_lease()
