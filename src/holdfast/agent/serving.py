@@ -344,13 +344,18 @@ class _Conversation:
             expected = f"a Content-Length to {framing.SMALL_BYTES_MAX}, and If-None-Match: * or none"
             raise InvalidError(f"PUT of {key} with {shown(str(head.fields))}; expected {expected}")
 
+        room = memoryview(bytearray(min(_PIECE_BYTES, head.body_bytes)))
+
         def receive(fd: int) -> None:
-            if self.link.owed_bytes < head.body_bytes:
+            summed, left = hashlib.sha256(), head.body_bytes
+            is_here = self.link.owed_bytes < left  # The folder was removed meanwhile, and the store calls again.
+            if is_here and left > len(room):
                 raise UnavailableError(f"{key}: the folder was removed meanwhile; send the object again")
-            summed, room = hashlib.sha256(), memoryview(bytearray(min(_PIECE_BYTES, head.body_bytes)))
-            while self.link.owed_bytes:
-                piece = room[: self.link.owed_bytes]
-                self.link.receive_into(piece)
+            while left:
+                piece = room[:left]
+                left -= len(piece)
+                if not is_here:
+                    self.link.receive_into(piece)
                 summed.update(piece)
                 while piece:
                     piece = piece[os.write(fd, piece) :]

@@ -85,21 +85,26 @@ def test_a_larger_object_than_expected_is_not_taken(store: LocalStore, peer: Pee
     assert bytes(peer.get("latest", 5)) == b"12345"
 
 
-def test_an_object_whose_folder_goes_meanwhile_is_to_be_sent_again(store: LocalStore, server: PeerServer) -> None:
-    raw = Raw(server.address[1])
+@pytest.mark.parametrize(("count", "status"), [(10, 200), (65_536, 200), (65_537, 503)])
+def test_a_larger_object_whose_folder_goes_meanwhile_is_to_be_sent_again(
+    store: LocalStore, server: PeerServer, count: int, status: int
+) -> None:
+    raw, content = Raw(server.address[1]), os.urandom(count)
     raw.greet()
-    raw.send(raw.proven("PUT /folder/new", put_fields(b"0123456789")) + b"01234")
+    raw.send(raw.proven("PUT /folder/new", put_fields(content)) + content[:-5])
     for _ in range(200):
         if os.path.isdir(f"{store.url}/folder") and os.listdir(f"{store.url}/folder"):
             break
         time.sleep(0.01)
     store.delete(["folder/other"])
     assert not os.path.exists(f"{store.url}/folder")
-    answer = raw.send(b"56789").answer()
-    assert answer is not None and answer.status == 503 and b"send the object again" in answer.body
-    answer = raw.ask("PUT /folder/new", put_fields(b"0123456789"), b"0123456789")
-    assert answer is not None and answer.status == 200
-    assert store.get("folder/new", 10) == b"0123456789"
+    answer = raw.send(content[-5:]).answer()
+    assert answer is not None and answer.status == status
+    if status == 503:
+        assert b"send the object again" in answer.body
+        answer = raw.ask("PUT /folder/new", put_fields(content), content)
+        assert answer is not None and answer.status == 200
+    assert store.get("folder/new", count) == content
     raw.socket.close()
 
 
