@@ -14,11 +14,10 @@ import pytest
 from holdfast.agent.serving import PeerServer
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.peers.peer import Peer
-from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.base.ports.store import Store
 from holdfast.base.wire.framing import Credentials, Protection
 from holdfast.errors import UnavailableError
-from holdfast.settings import ObjectSettings, Settings
+from holdfast.settings import Settings
 from holdfast.stored.peers.parity_files import protect
 from holdfast.stored.peers.union import PeerStore
 from holdfast.testing.store import StoreSuite
@@ -31,15 +30,12 @@ PART = 1 << 16
 class Node:
     """A node: a folder, and the agent that serves the folder."""
 
-    def __init__(self, folder: Path, retry_seconds: float, protect: Callable[[Protection], int] | None = None) -> None:
+    def __init__(self, folder: Path, protect: Callable[[Protection], int] | None = None) -> None:
         self.folder = folder
         self.store = LocalStore(folder, settings=Settings())
         credentials = Credentials(RUN, SECRET, folder.name)
         self.server = PeerServer(self.store, credentials, "127.0.0.1", protect=protect)
-        self._peer = Peer(self.server.address, credentials, 5)
-        self.peer = RetryingStore(
-            self._peer, Settings(object_store=ObjectSettings(retry_seconds_per_call=retry_seconds))
-        )
+        self.peer = Peer(self.server.address, credentials, 5)
 
     def lose(self) -> None:
         """Lose the node with its memory."""
@@ -47,16 +43,16 @@ class Node:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        self._peer.close()
+        self.peer.close()
         self.server.close()
 
 
 class Job:
     """Nodes, and the store as a rank of each node has it."""
 
-    def __init__(self, folder: Path, count: int, retry_seconds: float = 20) -> None:
+    def __init__(self, folder: Path, count: int) -> None:
         names = [f"n{number}" for number in range(count)]
-        self.nodes = {name: Node(folder / name, retry_seconds, partial(self._protect, name)) for name in names}
+        self.nodes = {name: Node(folder / name, partial(self._protect, name)) for name in names}
 
     def _protect(self, name: str, task: Protection) -> int:
         return protect(self.folders(name), name, task.attempt, task.packs, task.bytes_per_second)
@@ -79,7 +75,7 @@ class TestPeer(StoreSuite):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
-        node = Node(tmp_path / "n0", 20)
+        node = Node(tmp_path / "n0")
         yield node.peer
         node.close()
 
@@ -115,7 +111,7 @@ def read(store: Store, key: str) -> bytes:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    with closing(Job(tmp_path, 4, retry_seconds=0.3)) as job:
+    with closing(Job(tmp_path, 4)) as job:
         yield job
 
 
@@ -124,7 +120,7 @@ def test_a_node_that_dies_is_read_from_the_others(job: Job) -> None:
     written = {name: {key: len(data)} for name, (key, data) in zip(job.nodes, packs.items(), strict=True)}
     job.at("n0").put_if_absent("step-000000000020/manifest.json", b"manifest")
     for name, node in job.nodes.items():
-        assert node._peer.protect(ATTEMPT, written, 1e9, 30) == (833_334 if name == "n0" else 1_000_000)
+        assert node.peer.protect(ATTEMPT, written, 1e9, 30) == (833_334 if name == "n0" else 1_000_000)
     before = job.at("n0")
     assert [read(before, key) for key in packs] == [*packs.values()]
     job.nodes["n2"].lose()

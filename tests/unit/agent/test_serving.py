@@ -206,6 +206,33 @@ def test_an_agent_may_protect_for_longer_than_any_other_wait(store: LocalStore) 
     assert asked == 3 * [Protection(attempt, packs, bytes_per_second)] and [*asked[0].packs] == ["n4", NODE]
 
 
+def test_a_node_that_answers_is_silent_no_more(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("latest", b"1")
+    monkeypatch.setattr("holdfast.backends.stores.peers.peer._SILENT_SECONDS", 1e9)
+    is_begun, is_over = threading.Event(), threading.Event()
+
+    def protect(task: Protection) -> int:
+        is_begun.set()
+        is_over.wait(10)
+        return 7
+
+    with (
+        closing(PeerServer(store, CREDENTIALS, "127.0.0.1", protect=protect)) as server,
+        closing(Peer(server.address, CREDENTIALS, 0.5)) as peer,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        protection = thread.submit(peer.protect, *PROTECTION, 20)
+        assert is_begun.wait(10)
+        while server.pages.acquire(blocking=False):  # No memory: the agent answers too late.
+            pass
+        for call in (lambda: [*peer.list()], lambda: peer.size("latest")):
+            with pytest.raises(UnavailableError, match="did not answer in time"):
+                call()
+        is_over.set()
+        assert protection.result() == 7
+        assert peer.size("latest") == 1
+
+
 def test_only_an_agent_with_peers_protects(peer: Peer) -> None:
     with pytest.raises(InvalidError, match=r"node n3 .*POST /protect: this agent makes no parity"):
         peer.protect(*PROTECTION, 10)

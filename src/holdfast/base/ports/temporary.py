@@ -11,8 +11,9 @@ class TemporaryError(UnavailableError):
     """A call failed, and the same call may succeed later.
 
     Only a store below `backends/stores/wrappers/` raises it, and makes one request a call: only the wrapper tries
-    again. The wrapper turns the last failure into a plain `UnavailableError`. A failure that lasts, such as a missing
-    bucket or permission, is no `TemporaryError` and is never tried again. In short:
+    again. The wrapper turns the last failure into a plain `UnavailableError`. The client of an agent has no wrapper:
+    another node answers sooner. A failure that lasts, such as a missing bucket or permission, is no `TemporaryError`
+    and is never tried again. In short:
 
     | The server | Raise |
     |-|-|

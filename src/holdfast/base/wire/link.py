@@ -27,6 +27,9 @@ _FRESH_SECONDS = 25.0
 """A connection is used again so long after the last exchange began. An agent closes after 30 s without a
 byte."""
 
+_CONNECT_SECONDS_MAX = 3.0
+"""Longest wait for a connection: within it a packet that was lost is sent again. A node that is gone says nothing."""
+
 _TICK_SECONDS = 0.1
 
 _CLOCK = SystemClock()
@@ -40,6 +43,10 @@ def new_nonce() -> str:
 
 class LinkCut(TemporaryError):
     """The connection failed, or the other end did not answer in time."""
+
+
+class LinkSilent(LinkCut):
+    """The other end cannot be reached, or did not answer in time."""
 
 
 class Link:
@@ -76,13 +83,13 @@ class Link:
         """Connect a rank to an agent; all waits end after so many seconds.
 
         Raises:
-            LinkCut: The agent does not answer.
+            LinkSilent: The agent does not answer.
         """
         begun_seconds = _CLOCK.monotonic_seconds()
         try:
-            link = cls(socket.create_connection(address, seconds), RANK, where)
+            link = cls(socket.create_connection(address, min(seconds, _CONNECT_SECONDS_MAX)), RANK, where)
         except OSError as error:
-            raise LinkCut(f"{where}: does not answer ({error.strerror or error}); retry") from error
+            raise LinkSilent(f"{where}: does not answer ({error.strerror or error}); retry") from error
         link.end_in(begun_seconds + seconds - _CLOCK.monotonic_seconds())
         return link
 
@@ -190,6 +197,7 @@ class Link:
             self._socket.setsockopt(socket.SOL_SOCKET, option, value)
 
     def _cut(self, error: OSError) -> LinkCut:
-        is_late = isinstance(error, BlockingIOError | TimeoutError)
-        why = "did not answer in time" if is_late else f"the connection failed ({error.strerror or error})"
-        return LinkCut(f"{self._where}: {why}", is_throttled=is_late, may_take_effect=True)
+        if isinstance(error, BlockingIOError | TimeoutError):
+            return LinkSilent(f"{self._where}: did not answer in time", is_throttled=True, may_take_effect=True)
+        why = f"the connection failed ({error.strerror or error})"
+        return LinkCut(f"{self._where}: {why}", may_take_effect=True)

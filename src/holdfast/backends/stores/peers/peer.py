@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 
 import msgspec
 
+from holdfast.base.clock import SystemClock
 from holdfast.base.ports.keys import split_key, split_prefix
 from holdfast.base.ports.ranges import check_ranges
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange, StoreEntry
@@ -18,14 +21,19 @@ from holdfast.base.ports.store import Store
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.base.wire import framing
 from holdfast.base.wire.framing import DIGEST, LENGTH, NONCE, OK, SMALL_BYTES_MAX, Credentials, Head, shown
-from holdfast.base.wire.link import Link, LinkCut, new_nonce
+from holdfast.base.wire.link import Link, LinkCut, LinkSilent, new_nonce
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 
 _LAST_WORD_SECONDS = 1.0
 """Wait for the answer of an agent that takes no more of a request: the agent may have said the reason."""
 
+_SILENT_SECONDS = 2.0
+"""So long after a call without an answer, other calls fail at once: each would wait as long."""
+
 _KEPT_MAX = 8
 """Most connections that wait for the next call."""
+
+_CLOCK = SystemClock()
 
 _ERROR_OF = {status: kind for kind, status in framing.STATUS_OF.items()}
 
@@ -37,7 +45,8 @@ class Peer(Store):
     """The folder of one node, through the agent of the node. A thread has a connection of its own during a call.
 
     A call raises `MissingError` only if the agent says that the key does not exist. An agent that does not answer
-    before the deadline is `TemporaryError`, a kind of `UnavailableError`.
+    before the deadline is `TemporaryError`, a kind of `UnavailableError`; so are calls at once after that. No store
+    tries a call again: another node has the object, or parity of the pack, and answers sooner.
     """
 
     def __init__(self, address: tuple[str, int], credentials: Credentials, timeout_seconds: float) -> None:
@@ -53,6 +62,8 @@ class Peer(Store):
         self._address, self._credentials, self._timeout_seconds = address, credentials, timeout_seconds
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._kept: list[Link] = []
+        self._silence = -math.inf, ""
+        """When a call had no answer, and its error."""
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -191,12 +202,26 @@ class Peer(Store):
             seconds: The deadline of the request; None for that of each call.
         """
         once = partial(self._ask_once, line, expected, fields or {}, data, room, seconds)
+        with self._silence_noted():
+            try:
+                return once()
+            except CorruptError:  # An agent that refuses the body of a request has stored nothing.
+                if isinstance(room, memoryview):
+                    raise
+                return once()
+
+    @contextmanager
+    def _silence_noted(self) -> Iterator[None]:
+        """Fail at once if the node was silent a moment ago; note whether the node answers now."""
+        since, why = self._silence
+        if _CLOCK.monotonic_seconds() - since < _SILENT_SECONDS:
+            raise TemporaryError(why)
         try:
-            return once()
-        except CorruptError:  # An agent that refuses the body of a request has stored nothing.
-            if isinstance(room, memoryview):
-                raise
-            return once()
+            yield
+            self._silence = -math.inf, ""
+        except LinkSilent as silent:
+            self._silence = _CLOCK.monotonic_seconds(), str(silent)
+            raise
 
     def _ask_once(
         self, line: str, expected: str, fields: dict[str, str], data: bytes, room: Room, seconds: float | None
