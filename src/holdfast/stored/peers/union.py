@@ -361,27 +361,30 @@ class PeerStore(Store):
             target[at : at + part.nbytes] = part
 
     def _on_keepers(self, key: str, put: Callable[[Store], None], data: bytes) -> None:
-        """Store an object on the keepers, in their order, up to one that has another object."""
-        answers: list[object] = []
-        for name in self._keepers:
-            try:
-                put(self._nodes[name])
-                answers.append(data)
-            except ConflictError:
-                answers.append(data if holds(self._nodes[name], key, data) else None)
-            except _SILENT as error:
-                answers.append(NoManifest.SILENT)
-                self._tell(name, error)
-            if answers[-1] is None:
-                break
+        """Store an object on the keepers: first on one that answers, which decides, then on the later ones at once."""
+
+        def ask(store: Store) -> bytes | None:
+            with suppress(ConflictError):
+                put(store)
+                return data
+            return data if holds(store, key, data) else None
+
+        left, asked = {name: self._nodes[name] for name in self._keepers}, dict[str, bytes | CheckpointError | None]()
+        while left and all(isinstance(each, CheckpointError) for each in asked.values()):
+            name = next(iter(left))
+            asked |= self._answers({name: left.pop(name)}, ask)
+        if None not in asked.values():
+            asked |= self._answers(left, ask)
+        answers = [NoManifest.SILENT if isinstance(each, CheckpointError) else each for each in asked.values()]
+        if None in answers:  # What later keepers stored does not make up for another object.
+            del answers[answers.index(None) + 1 :]
         outcome, where = put_outcome(data, answers, len(self._keepers)), f"{self.url}/{key}"
         if outcome is PutOutcome.CONFLICT:
             raise ConflictError(f"{where}: a keeper has another object there; nothing was stored")
         if outcome is not PutOutcome.STORED:
             raise UnavailableError(
                 f"{where}: {answers.count(data)} of keepers {[*self._keepers]} have stored the object; expected "
-                f"{quorum(len(self._keepers))}. The object may count or not. Start the agents of the others, and put "
-                "the object again"
+                f"{quorum(len(self._keepers))}. The object may count or not. Start the other agents, and put it again"
             )
 
     def _of_all(self, call: Callable[[Store], _Result]) -> Sequence[_Result]:

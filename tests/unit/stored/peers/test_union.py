@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +218,32 @@ def test_too_few_keepers_store_nothing_that_counts(tmp_path: Path) -> None:
         nodes.stores[name].is_silent = False
     store.put_if_absent("step-000000000020/manifest.json", b"manifest")
     assert all((tmp_path / name / "step-000000000020/manifest.json").exists() for name in nodes.keepers)
+
+
+def test_the_first_keeper_decides_before_others_are_asked(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    nodes.stores["node-0"].is_silent = True
+    nodes.stores["node-1"].put("manifest", b"another")
+    with pytest.raises(UnavailableError, match="0 of keepers"):
+        nodes.at(3).put_if_absent("manifest", b"manifest")
+    assert not (tmp_path / "node-2/manifest").exists()
+    nodes.stores["node-0"].is_silent = False
+    with pytest.raises(UnavailableError, match="1 of keepers"):
+        nodes.at(3).put_if_absent("manifest", b"manifest")
+    assert nodes.at(3).get("manifest", 10) == b"manifest", "the object counts or not"
+
+
+def test_later_keepers_store_at_once(tmp_path: Path) -> None:
+    nodes, both = Nodes(tmp_path, 4), threading.Barrier(2)
+
+    def put(store: LocalStore, key: str, data: bytes, **more: Any) -> None:
+        both.wait(20)
+        LocalStore.put(store, key, data, **more)
+
+    for name in nodes.keepers[1:]:
+        nodes.stores[name].put = partial(put, nodes.stores[name])  # type: ignore[method-assign]
+    nodes.at(3).put("latest", b"20")
+    assert all((tmp_path / name / "latest").read_bytes() == b"20" for name in nodes.keepers)
 
 
 def test_what_is_deleted_takes_its_parity_along(tmp_path: Path) -> None:
