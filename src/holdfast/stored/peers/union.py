@@ -259,10 +259,10 @@ class PeerStore(Store):
     def _of_pack(
         self, key: str, call: Callable[[Store], _Result], rebuild: Callable[[AttemptPlaces], _Result] | None
     ) -> _Result:
-        attempt, failure = attempt_of(key) or "", None
         with suppress(MissingError):
             return call(self._own)
-        for found in self._looks(attempt):
+        for found in self._looks(attempt_of(key) or ""):
+            failure = None
             reads: list[Callable[[AttemptPlaces], _Result]] = []
             if key in found.holders:
                 reads.append(partial(self._at, call, key))

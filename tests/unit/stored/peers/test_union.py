@@ -333,6 +333,17 @@ def test_an_agent_of_another_run_holds_up_no_other_node(tmp_path: Path) -> None:
     assert [read(nodes.at(0), key) for key in packs] == [*packs.values()]
 
 
+def test_a_pack_that_goes_after_a_look_is_missing(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    packs = nodes.put_packs([30_000] * 4)
+    nodes.protect()
+    store, key = nodes.at(0), [*packs][2]
+    assert read(store, key) == packs[key]
+    nodes.at(1).delete(packs)
+    with pytest.raises(MissingError, match="r00002"):
+        read(store, key, 0, 100)
+
+
 def test_a_lost_pack_is_looked_for_once(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 4)
     packs = nodes.put_packs([30_000] * 4)
