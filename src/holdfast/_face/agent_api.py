@@ -103,18 +103,19 @@ def agent_command(tier: Tier, near: str, root: Store, settings: Settings) -> Seq
     return [*command_of("holdfast._face.agent_api:main"), json.dumps(request)]
 
 
-def yield_processor() -> None:
-    """Let training go first."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
-
-
 def main() -> int:
-    """Run the agent that a job has started."""
+    """Run the agent that a job has started: of a near tier, or of one node of peers."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     request = json.loads(sys.argv[2])
-    yield_processor()
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
     try:
+        if "node" in request:
+            from holdfast._face.peers.agent import NodeAgent
+
+            root = wiring.store_at(request["root"], settings_in(request["settings"]))
+            NodeAgent(request, root, wiring.codecs()).run()
+            return 0
         agent(request.pop("near"), request.pop("root"), settings=settings_in(request.pop("settings")), **request)
     except MissingError as gone:  # The job was so short that its end came first.
         logging.getLogger("holdfast").info("the agent ends: %s", gone)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from holdfast._face import wiring
 from holdfast._face.agent_api import agent_command
+from holdfast._face.local_folders import near_folder_at
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.shelf import ShelfStore, is_in_memory
 from holdfast.base.ports.store import Store
@@ -68,14 +69,14 @@ def near_at(
                 f"near={tier.path}: other users may look into the folder; expected mode 0700, since all users of "
                 f"the host share its memory. Nothing was touched. chmod 700 {path}"
             )
-    store = wiring.near_folder_at(path, settings)
+    store = near_folder_at(path, settings)
     command = agent_command(tier, path, root, settings) if tier.agent else ()
     return _place(tier, store, store, is_memory, agent=command)
 
 
 def _peers(tier: Tier, root: Store, settings: Settings, job: Job) -> NearPlace:
     # Imported here: the wire needs h11, of the extra `agent`.
-    from holdfast._face.peer_place import peers_at
+    from holdfast._face.peers.place import peers_at
 
     if not wiring.is_named_by_url(root):
         raise InvalidError(

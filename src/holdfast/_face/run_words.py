@@ -84,6 +84,7 @@ def _place(record: StepRecord) -> str:
 
 _EXTRA: tuple[tuple[str, Callable[[StepRecord], str]], ...] = (
     ("IN", _place),
+    ("NEAR", lambda record: record.safety),
     ("TIMELINE", _timeline),
     ("HEALTH", _health),
     ("METRICS", lambda record: "" if record.manifest is None else shown_metrics(record.manifest.metrics)),

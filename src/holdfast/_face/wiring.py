@@ -13,13 +13,13 @@ from functools import cache
 from types import MappingProxyType
 
 from holdfast._face.foreign_paths import foreign_at, foreign_in, names_object
+from holdfast._face.local_folders import local_at, near_folder_at
 from holdfast._face.own_store import is_store, require_store
 from holdfast.backends.alone import AloneComm
 from holdfast.backends.stores.foreign import References
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.backends.stores.objects.address import SCHEMES
-from holdfast.backends.stores.shelf import ShelfStore, is_in_memory
 from holdfast.base.clock import SystemClock
 from holdfast.base.layouts.layout import Layouts, layouts_of
 from holdfast.base.ports.codec import Codec, Codecs
@@ -27,7 +27,7 @@ from holdfast.base.ports.comm import Comm
 from holdfast.base.ports.gradients import RecordingFramework
 from holdfast.base.ports.store import Store
 from holdfast.base.types.values import FrameworkValue
-from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_of_folder
+from holdfast.core.format.names import RUN_FILE, is_superseded_name, step_of_folder
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.policies import PEERS_SCHEME
 from holdfast.settings import Settings
@@ -141,10 +141,6 @@ def two_roots(near: str, root: Path | None, settings: Settings) -> TwoRoots:
     return TwoRoots(store, store_at(root, settings))
 
 
-def local_at(path: str, settings: Settings) -> LocalStore:
-    return LocalStore(path, settings=settings, mode_from=(RUN_FILE, MANIFEST_FILE))
-
-
 def near_store_at(near: str, settings: Settings) -> Store:
     """Return a near tier: a folder, or the folders of all nodes as a node of the job sees them.
 
@@ -152,17 +148,10 @@ def near_store_at(near: str, settings: Settings) -> Store:
         MissingError: This host has no folder of a node.
     """
     if near.startswith(PEERS_SCHEME):
-        from holdfast._face.peer_nodes import seen_from_here
+        from holdfast._face.peers.nodes import seen_from_here
 
         return seen_from_here(near, settings)
     return near_folder_at(near, settings)
-
-
-def near_folder_at(near: str, settings: Settings) -> LocalStore:
-    """Return the folder of a near tier: in memory, the memory of deleted files is used again."""
-    path = os.path.realpath(os.path.expanduser(near))
-    store = ShelfStore if is_in_memory(path) else LocalStore
-    return store(path, settings=settings, mode_from=(RUN_FILE, MANIFEST_FILE))
 
 
 def for_copy_of(source: object, settings: Settings) -> Settings:

@@ -91,5 +91,5 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "digest": manifest and manifest.digest,
         **health_document(record),
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
-        **attributes(record, "stands_alone", "places", "tags", "leftovers", "holds_packs_of", "quarantined"),
+        **attributes(record, "stands_alone", "places", "safety", "tags", "leftovers", "holds_packs_of", "quarantined"),
     }

@@ -193,7 +193,7 @@ class PackGroup:
     """By number, the nodes that have parity of the group."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AttemptPlaces:
     """Where the packs of an attempt are."""
 
@@ -208,9 +208,15 @@ class AttemptPlaces:
 
     def group_of(self, key: str) -> PackGroup | None:
         """Return the group of the node that wrote a pack; None if no table names the pack."""
+        return self._groups.get(key)
+
+    @cached_property
+    def _groups(self) -> Mapping[str, PackGroup]:
+        groups: dict[str, PackGroup] = {}
         for table in self.tables.values():
-            for number, packs in enumerate(table.packs):
-                if key in packs:
-                    same = ((each.number, name) for name, each in self.tables.items() if each.packs == table.packs)
-                    return PackGroup(table, number, dict(same))
-        return None
+            if any(key not in groups for packs in table.packs for key in packs):
+                kept = ((name, self.tables.get(name)) for name in table.nodes)
+                same = {each.number: name for name, each in kept if each is not None and each.packs == table.packs}
+                for number, packs in enumerate(table.packs):
+                    groups |= dict.fromkeys(packs, PackGroup(table, number, same))
+        return groups

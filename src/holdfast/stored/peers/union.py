@@ -291,9 +291,11 @@ class PeerStore(Store):
         """Yield the places of packs as known, then as they are now: a node may be lost in between."""
         if (known := self._attempts.get(attempt)) is not None:
             yield known
-        yield self._look_for(attempt)
+        yield self.places_of(attempt)
 
-    def _look_for(self, attempt: str) -> AttemptPlaces:
+    def places_of(self, attempt: str) -> AttemptPlaces:
+        """Return where the packs and the parity of an attempt are now."""
+
         def look(store: Store) -> tuple[dict[str, int], ParityTable | None]:
             table = None
             try:

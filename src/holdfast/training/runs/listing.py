@@ -20,6 +20,8 @@ from holdfast.core.format.names import (
 )
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.peers.safety import step_safety
+from holdfast.stored.peers.union import PeerStore
 from holdfast.stored.repository.catalog import exists, read_manifest, read_run_id, require_run
 from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.logs import RunLog, newest_logs
@@ -75,6 +77,9 @@ class StepRecord:
 
     drained: float = 0.0
     """Share of the bytes that a drain has copied, of a step that is near alone."""
+
+    safety: str = ""
+    """How many nodes may go before the near tier loses the step, in words; empty unless the near tier is of peers."""
 
     discarded: bool = False
     """Whether training went back and discarded the step: a collection removes it."""
@@ -206,7 +211,10 @@ def _placed(run: TwoRoots, record: StepRecord) -> StepRecord:
         folder = f"{step_folder(record.step)}{manifest.attempt}/"
         total = sum(file.bytes for file in manifest.files if step_of_pack(file.name) is None)
         drained = sum(entry.bytes for entry in run.root.list(folder)) / max(total, 1)
-    return replace(record, places=places, drained=drained)
+    safety = ""
+    if "near" in places and isinstance(run.near, PeerStore):
+        safety = step_safety(run.near, manifest).text
+    return replace(record, places=places, drained=drained, safety=safety)
 
 
 def _stored(record: StepRecord) -> StoredManifest:

@@ -109,11 +109,7 @@ class SaveAttempt:
         events, place = dispatcher or EventDispatcher((), job.clock), (location.step, location.url)
         self.trace = OperationTrace("save", *place, job.comm, job.clock, events, location.store)
         self.handle = SaveHandle(
-            self.name,
-            awaited=awaited,
-            history=job.history,
-            near_only=target.near_only,
-            replicates=target.replicates,
+            self.name, awaited=awaited, history=job.history, near_only=target.near_only, replicates=target.replicates
         )
         self.handle.near.add_done_callback(self.trace.fail_with)
         if target.on_end is not None:

@@ -181,7 +181,8 @@ class SaveHandle:
     def reach_committed(self, report: SaveReport) -> None:
         """Mark the step as visible in the root."""
         self.reach_staged()
-        self.reach_replicated()
+        with suppress(InvalidStateError):  # The nodes may protect the step already.
+            self.replicated.set_result(None)
         with suppress(InvalidStateError):  # The manager may have been closed meanwhile.
             self.committed.set_result(report)
         if not self.near.done():

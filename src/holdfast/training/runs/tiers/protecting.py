@@ -24,8 +24,10 @@ from holdfast.base.interrupts import GUARD, start_thread
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
-from holdfast.core.format.names import rank_of_pack, step_folder, step_of_pack
+from holdfast.core.format.names import rank_of_pack
 from holdfast.errors import CheckpointError, UnavailableError, first_three
+from holdfast.stored.peers.parity_files import attempt_of
+from holdfast.stored.peers.safety import pack_keys
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.runs.step_request import StepRequest
@@ -85,11 +87,8 @@ class PeerGroup:
         The ranks of the job have written all of them: the first step of a job refers to no older one.
         """
         attempts: dict[str, dict[str, dict[str, int]]] = {}
-        for pack in manifest.packs:
-            step = step_of_pack(pack.name)
-            key = pack.name if step is not None else f"{step_folder(manifest.step or 0)}{manifest.attempt}/{pack.name}"
-            attempt = "/".join(key.split("/")[:2]) + "/"
-            packs = attempts.setdefault(attempt, {name: {} for name in self.group_of[self.own]})
+        for pack, key in zip(manifest.packs, pack_keys(manifest), strict=True):
+            packs = attempts.setdefault(attempt_of(key) or "", {name: {} for name in self.group_of[self.own]})
             node = self.node_of_rank[rank_of_pack(pack.name)]
             if node in packs:
                 packs[node][key] = pack.bytes

@@ -24,7 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast._face.peer_nodes import (
+from holdfast._face.local_folders import near_folder_at
+from holdfast._face.peers.nodes import (
     SECRET_BYTES,
     node_folder,
     peer_at,
@@ -32,7 +33,6 @@ from holdfast._face.peer_nodes import (
     store_of,
     write_secret,
 )
-from holdfast._face.wiring import near_folder_at
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.peers.peer import Peer
 from holdfast.base.clock import Clock
@@ -266,7 +266,7 @@ def _command(tier: Tier, root: Store, settings: Settings, own: _Statement, folde
         "linger_seconds": tier.linger_seconds,
         "settings": asdict(settings),
     }
-    return [*command_of("holdfast._face.peer_agent:main"), json.dumps(request)]
+    return [*command_of("holdfast._face.agent_api:main"), json.dumps(request)]
 
 
 def _await_agent(

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import sys
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
-from holdfast._face import wiring
-from holdfast._face.agent_api import yield_processor
-from holdfast._face.peer_nodes import peer_at, read_secret, store_of
+from holdfast._face.local_folders import near_folder_at
+from holdfast._face.peers.nodes import peer_at, read_secret, store_of
 from holdfast.agent.serving import PeerServer
 from holdfast.backends.stores.shelf import is_in_memory
 from holdfast.base.clock import SystemClock
+from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.store import Store
 from holdfast.base.wire.framing import Credentials, Protection
 from holdfast.core.engine.child_python import settings_in
-from holdfast.errors import CheckpointError, InvalidError, UnavailableError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.stored.peers.parity_files import protect
 from holdfast.stored.peers.roster import Roster, read_roster
 from holdfast.stored.repository.two_roots import TwoRoots
@@ -33,14 +31,21 @@ _NODES_PER_POLL = 8
 _POLL_SECONDS = 0.1
 
 
-class _PeerAgent:
+class NodeAgent:
     """The agent of one node."""
 
-    def __init__(self, request: dict[str, Any]) -> None:
-        """Do no I/O. The request is made by `peer_place.py`."""
+    def __init__(self, request: dict[str, Any], root: Store, codecs: Codecs) -> None:
+        """Do no I/O.
+
+        Args:
+            request: Made by `place.py`.
+            root: The root of the run.
+            codecs: Decode coded chunks.
+        """
+        self._root, self._codecs = root, codecs
         self._request, self._settings = request, settings_in(request["settings"])
         self._clock, self._node = SystemClock(), str(request["node"])
-        self._folder = wiring.near_folder_at(request["folder"], self._settings)
+        self._folder = near_folder_at(request["folder"], self._settings)
         self._secret = read_secret(self._folder.url)
 
     def run(self) -> None:
@@ -86,9 +91,8 @@ class _PeerAgent:
         return store_of(self._request["url"], roster, self._node, {self._node: self._folder}, self._secret)
 
     def _agent_of(self, roster: Roster, near: Store) -> Agent:
-        run = TwoRoots(near, wiring.store_at(self._request["root"], self._settings))
         return Agent(
-            NearDrain(run, self._clock, wiring.codecs()),
+            NearDrain(TwoRoots(near, self._root), self._clock, self._codecs),
             self._clock,
             self._settings.lease_seconds,
             Patience(self._request["orphan_seconds"], self._request["linger_seconds"]),
@@ -112,15 +116,3 @@ class _PeerAgent:
         if member is None:
             raise InvalidError(f"node {name}: not in the roster; expected one of {[e.name for e in roster.members]}")
         return peer_at(member, roster.run, self._secret)
-
-
-def main() -> int:
-    """Run the agent that a job has started."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    yield_processor()
-    try:
-        _PeerAgent(json.loads(sys.argv[2])).run()
-    except CheckpointError as error:
-        logging.getLogger("holdfast").error("the agent ends: %s: %s", type(error).__name__, error)
-        return 1
-    return 0
