@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 
 import msgspec
@@ -9,12 +10,14 @@ import msgspec
 from holdfast.base.ports.store import Store
 from holdfast.core.format.names import LATEST_FILE, RUN_FILE, step_of_folder
 from holdfast.core.format.sealed_json import Text, decode_sealed, header, sealed
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.stored.repository.catalog import ensure_run, read_run_id, root_of_near
 from holdfast.stored.repository.publish import get_or_none, holds, publish
 from holdfast.stored.repository.run_readme import README_FILE, put_readme
 from holdfast.stored.repository.tags import TAGS_FOLDER
 from holdfast.stored.repository.two_roots import TwoRoots
+
+logger = logging.getLogger(__name__)
 
 NEAR_FOLDER = "near/"
 """Folder of the record in the root: the listing of the steps shows whether there is one."""
@@ -120,8 +123,15 @@ def empty_near(run: TwoRoots) -> None:
     near = run.near
     keys = [entry.key for entry in near.list("")]
     firsts, own = {key: key.partition("/")[0] for key in keys}, _OWN - {RUN_FILE}
-    near.delete([key for key, first in firsts.items() if first in own or step_of_folder(first) is not None])
-    near.delete([RUN_FILE])  # Last: without it no command knows the folder.
+    gone = [key for key, first in firsts.items() if first in own or step_of_folder(first) is not None]
+    for batch in (gone, [RUN_FILE]):  # The file of the run last: without it no command knows the folder.
+        try:
+            near.delete(batch)
+        except UnavailableError as error:
+            if {*batch} & {entry.key for entry in near.list("")}:
+                raise
+            # A node of peers is lost. Should it come back: its steps are in the root, or do not count.
+            logger.warning("%s: emptied as far as its nodes answer: %s", near.url, error)
     record = read_near(run.root)
     if record is not None and record.url == near.url:
         run.root.delete([NEAR_FILE])
