@@ -220,3 +220,63 @@ class AttemptPlaces:
                 for number, packs in enumerate(table.packs):
                     groups |= dict.fromkeys(packs, PackGroup(table, number, same))
         return groups
+
+    def bytes_of(self, key: str) -> int:
+        """Return the bytes of a pack that a table names.
+
+        Raises:
+            UnavailableError: The pack cannot be rebuilt, so no caller needs the bytes.
+        """
+        group, _ = self.inputs_of(key, 0, 0)
+        pack_bytes = group.table.packs[group.number][key]
+        self.inputs_of(key, 0, pack_bytes)
+        return pack_bytes
+
+    def inputs_of(self, key: str, start: int, stop: int) -> tuple[PackGroup, Sequence[ParityInput]]:
+        """Return the group of a pack that a table names, and the ranges whose XOR is a range of the pack.
+
+        Raises:
+            UnavailableError: A second node of the group is lost, or another one has no parity.
+        """
+        group = self.group_of(key)
+        assert group is not None, "only a pack in a table is rebuilt"
+        packs_of = enumerate(group.table.packs)
+        lost = [at for at, packs in packs_of if any(packs[each] for each in packs if each not in self.holders)]
+        inputs = group.table.stripe.rebuild(group.number, key, start, stop, lost)
+        if absent := {each.member for each in inputs if each.key is None} - group.nodes.keys():
+            raise UnavailableError(
+                f"{key}: nodes {sorted(group.table.nodes[each] for each in absent)} have no parity of the pack; "
+                "expected parity on each other node of the group. Read the step from the root"
+            )
+        return group, inputs
+
+
+def rebuild_into(
+    nodes: Mapping[str, Store], found: AttemptPlaces, key: str, start: int, stop: int, buffer: memoryview
+) -> str:
+    """Fill a buffer with a range of a pack, from the other nodes of the writer's group; return the writer.
+
+    Args:
+        nodes: The folders of the nodes, by name.
+        found: Where the packs of the attempt are; a table names the pack.
+        key, start, stop: The range of the pack.
+        buffer: Memory for the range.
+    Raises:
+        UnavailableError: A second node of the group is lost, has no parity or does not answer.
+        CorruptError: The range is not within the pack.
+    """
+    group, inputs = found.inputs_of(key, start, stop)
+
+    def read(each: ParityInput, part: memoryview) -> None:
+        at = parity_keys(attempt_of(key) or "")[1] if each.key is None else each.key
+        node = group.nodes[each.member] if each.key is None else found.holders[at]
+        try:
+            nodes[node].read_into(at, [(each.start, each.stop)], [part])
+        except MissingError as error:  # Not the pack that is asked for.
+            raise UnavailableError(f"{key}: cannot be rebuilt: {error}") from error
+
+    target = buffer.cast("B") if buffer.nbytes else buffer
+    memory = allocate_aligned(min(max(stop - start, 1), WINDOW_BYTES))
+    for at, part in xor_windows(inputs, stop - start, memory, read):
+        target[at : at + part.nbytes] = part
+    return group.table.nodes[group.number]

@@ -15,15 +15,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from holdfast.base.clock import Clock, SystemClock
 from holdfast.base.ports.ranges import check_ranges
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry
 from holdfast.base.ports.store import Store, Upload
 from holdfast.base.ports.temporary import TemporaryError
-from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.engine.parallel_map import ordered_parallel_map
 from holdfast.core.format.names import is_pack_name
 from holdfast.core.plan.keepers import NoManifest, PutOutcome, put_outcome, quorum
-from holdfast.core.plan.parity import ParityInput
 from holdfast.errors import (
     CheckpointError,
     ConflictError,
@@ -33,17 +32,16 @@ from holdfast.errors import (
     UnavailableError,
     first_three,
 )
+from holdfast.stored.peers.hedging import HedgedNode, Paces
 from holdfast.stored.peers.parity_files import (
     PARITY_FOLDER,
-    WINDOW_BYTES,
     AttemptPlaces,
-    PackGroup,
     ParityTable,
     attempt_of,
     packs_at,
     parity_keys,
     read_table,
-    xor_windows,
+    rebuild_into,
 )
 from holdfast.stored.repository.publish import holds
 
@@ -69,6 +67,7 @@ class PeerStore(Store):
         own: str,
         keepers: Sequence[str],
         former: Collection[str] = frozenset(),
+        clock: Clock | None = None,
     ) -> None:
         """Do no I/O.
 
@@ -78,6 +77,7 @@ class PeerStore(Store):
             own: The node of this rank.
             keepers: Nodes that hold the small objects, in the order in which they are asked.
             former: Nodes that are no part of the job: they may hold steps of earlier jobs, and may be gone for good.
+            clock: Measures how fast nodes answer; None: that of the machine.
         """
         self.url, self._nodes, self._own, self._keepers, self._former = url, nodes, nodes[own], keepers, former
         self._forgotten = frozenset[str]()
@@ -86,6 +86,7 @@ class PeerStore(Store):
         self._attempts: dict[str, AttemptPlaces] = {}
         """Attempts whose packs were looked for on other nodes: the packs of a committed attempt never move."""
         self._told: set[str] = set()
+        self._paces = Paces(url, clock or SystemClock())
 
     def forget_former(self) -> bool:
         """Ask nodes that are no part of the job no more: a newer step is on the nodes of the job.
@@ -101,7 +102,7 @@ class PeerStore(Store):
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
-        return self._first(key, lambda store: store.size(key), partial(self._lost_bytes, key))
+        return self._first(key, lambda store: store.size(key), lambda found: found.bytes_of(key))
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole."""
@@ -125,10 +126,10 @@ class PeerStore(Store):
             taker = None if on_range is None else lambda number, view: hand_on(first + number, view)
             store.read_into(key, ranges[first:], buffers[first:], taker)
 
-        def rebuild(attempt: AttemptPlaces) -> None:
-            check_ranges(f"{self.url}/{key}", self._lost_bytes(key, attempt), ranges, buffers)
+        def rebuild(found: AttemptPlaces) -> None:
+            check_ranges(f"{self.url}/{key}", found.bytes_of(key), ranges, buffers)
             for number in range(given, len(ranges)):
-                self._rebuild(attempt, key, *ranges[number], buffers[number])
+                self._tell(rebuild_into(self._nodes, found, key, *ranges[number], buffers[number]), None)
                 hand_on(number, buffers[number])
 
         try:
@@ -285,7 +286,10 @@ class PeerStore(Store):
         raise MissingError(f"{self.url}/{key}: no node of the job has such a pack: {why}") from failure
 
     def _at(self, call: Callable[[Store], _Result], key: str, found: AttemptPlaces) -> _Result:
-        return call(self._nodes[found.holders[key]])
+        node = self._nodes[name := found.holders[key]]
+        if found.group_of(key) is not None:
+            node = HedgedNode(node, name, self._paces, partial(rebuild_into, self._nodes, found))
+        return call(node)
 
     def _looks(self, attempt: str) -> Iterator[AttemptPlaces]:
         """Yield the places of packs as known, then as they are now: a node may be lost in between."""
@@ -316,51 +320,6 @@ class PeerStore(Store):
                 tables[name] = answer[1]
         found = self._attempts[attempt] = AttemptPlaces(holders, tables, silent)
         return found
-
-    def _lost_bytes(self, key: str, attempt: AttemptPlaces) -> int:
-        group = attempt.group_of(key)
-        assert group is not None, "only a pack in a table is rebuilt"
-        lost_bytes = group.table.packs[group.number][key]
-        self._inputs_of(attempt, key, 0, lost_bytes)  # Of a pack that cannot be read, no caller needs the bytes.
-        return lost_bytes
-
-    def _inputs_of(
-        self, attempt: AttemptPlaces, key: str, start: int, stop: int
-    ) -> tuple[PackGroup, Sequence[ParityInput]]:
-        """Return the group of a pack of a lost node, and the ranges whose XOR is a range of the pack.
-
-        Raises:
-            UnavailableError: Other nodes of the group are lost, or have no parity.
-        """
-        group, held = attempt.group_of(key), attempt.holders
-        assert group is not None, "only a pack in a table is rebuilt"
-        table = group.table
-        lost = [at for at, packs in enumerate(table.packs) if any(packs[each] for each in packs if each not in held)]
-        inputs = table.stripe.rebuild(group.number, key, start, stop, lost)
-        if absent := {each.member for each in inputs if each.key is None} - group.nodes.keys():
-            raise UnavailableError(
-                f"{self.url}/{key}: nodes {sorted(table.nodes[each] for each in absent)} have no parity of the pack; "
-                "expected parity on each other node of the group. Read the step from the root"
-            )
-        return group, inputs
-
-    def _rebuild(self, attempt: AttemptPlaces, key: str, start: int, stop: int, buffer: memoryview) -> None:
-        """Fill a buffer with a range of a pack of a lost node."""
-        group, inputs = self._inputs_of(attempt, key, start, stop)
-
-        def read(each: ParityInput, part: memoryview) -> None:
-            at = parity_keys(attempt_of(key) or "")[1] if each.key is None else each.key
-            node = group.nodes[each.member] if each.key is None else attempt.holders[at]
-            try:
-                self._nodes[node].read_into(at, [(each.start, each.stop)], [part])
-            except MissingError as error:  # Not the pack that is asked for.
-                raise UnavailableError(f"{self.url}/{key}: cannot be rebuilt: {error}") from error
-
-        self._tell(group.table.nodes[group.number], None)
-        target = buffer.cast("B") if buffer.nbytes else buffer
-        memory = allocate_aligned(min(max(stop - start, 1), WINDOW_BYTES))
-        for at, part in xor_windows(inputs, stop - start, memory, read):
-            target[at : at + part.nbytes] = part
 
     def _on_keepers(self, key: str, put: Callable[[Store], None], data: bytes) -> None:
         """Store an object on the keepers: first on one that answers, which decides, then on the later ones at once."""
