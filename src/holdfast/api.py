@@ -35,7 +35,7 @@ from holdfast.training.saving.save import begin_save, save_and_wait
 from holdfast.training.saving.target import Collect, SaveTarget, path_save
 
 if TYPE_CHECKING:
-    from holdfast._face.agent_api import agent, agent_status
+    from holdfast._face.agent_api import agent, agent_status, nodes_status
     from holdfast._face.checkpoint_manager import CheckpointManager
     from holdfast._face.checkpoint_words import provenance
     from holdfast._face.comparison import diff
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from holdfast.training.runs.listing import RunRecord, StepRecord
     from holdfast.training.runs.removal.garbage_collection import CollectReport
     from holdfast.training.runs.removal.named_steps import RemovedSteps
-    from holdfast.training.runs.tiers.agent_files import AgentStatus
+    from holdfast.training.runs.tiers.agent_files import AgentStatus, NodeStatus
     from holdfast.training.runs.tiers.offline_drain import DrainReport
     from holdfast.training.runs.watch import RunWatch
     from holdfast.training.telemetry.alerts import Alert, AlertRules
@@ -91,6 +91,7 @@ __all__ = [
     "copy_run", "copy_checkpoint", "CopyReport", "export", "ExportReport", "EXPORT_DTYPES", "import_checkpoint",
     "ImportReport",
     "drain", "DrainReport", "agent", "agent_notes", "agent_status", "AgentStatus",
+    "nodes_status", "NodeStatus",
     "diff", "Diff", "Change", "Verdict", "TensorDiff", "TieDiff", "ValueDiff", "NameOnly", "value_document",
     "explain", "shipped", "statistics",
     "FlatRange", "FrameworkValue", "Forecast", "Group", "PerRankRef", "Region", "Sharded", "Skipped", "StoredForm",
@@ -102,7 +103,7 @@ __all__ = [
 _HOMES = {
     name: module
     for module, names in {
-        "holdfast._face.agent_api": "AgentStatus agent agent_status",
+        "holdfast._face.agent_api": "AgentStatus NodeStatus agent agent_status nodes_status",
         "holdfast._face.checkpoint_manager": "CheckpointManager",
         "holdfast._face.checkpoint_words": "provenance",
         "holdfast._face.comparison": "diff",

@@ -25,6 +25,7 @@ from holdfast.base.types.events import (
     Phase,
     Progress,
     RankReport,
+    StepProtected,
 )
 from holdfast.errors import InvalidError
 
@@ -44,6 +45,7 @@ __all__ = [
     "Ended",
     "Failed",
     "DrainSkipped",
+    "StepProtected",
     "LogSealed",
     "LogInterrupted",
     "LogRedone",

@@ -20,7 +20,7 @@ from holdfast.policies import Tier
 from holdfast.settings import Settings
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.training.runs.tiers.agent import Agent, Patience, run_agent
-from holdfast.training.runs.tiers.agent_files import AgentStatus, read_status
+from holdfast.training.runs.tiers.agent_files import AgentStatus, NodeStatus, read_status
 from holdfast.training.runs.tiers.offline_drain import NearDrain
 
 _LOWEST_PRIORITY = 19
@@ -80,6 +80,24 @@ def agent_status(near: str) -> AgentStatus:
     if status is None:
         raise MissingError(f"{path}: no agent has watched this folder; expected agent.json. Start one: holdfast agent")
     return status
+
+
+def nodes_status(near: str, settings: Settings = wiring.DEFAULT_SETTINGS) -> tuple[NodeStatus, ...]:
+    """Return the nodes of a near tier of peers: their groups, their agents, and what each holds.
+
+    Example:
+        with holdfast.CheckpointManager("run-9", near=holdfast.Tier("peers://nodes", every=1)):
+            for node in holdfast.api.nodes_status("peers://nodes"):
+                print(node.node, node.group, node.state, node.packs_bytes)
+    Args:
+        near: The near tier, as the job named it.
+        settings: How to reach storage.
+    Raises:
+        MissingError: This host has no folder of a node.
+    """
+    from holdfast._face.peers import status
+
+    return status.nodes_status(near, settings)
 
 
 def agent_command(tier: Tier, near: str, root: Store, settings: Settings) -> Sequence[str]:

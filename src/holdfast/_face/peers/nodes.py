@@ -86,9 +86,26 @@ def store_of(url: str, roster: Roster, own: str, folders: Mapping[str, Store], s
 def seen_from_here(url: str, settings: Settings) -> PeerStore:
     """Return the store of all nodes, for a process on one of them: by the newest roster of this host.
 
+    Folders of this host are read without their agents.
+
     Raises:
         MissingError: This host has no folder of a node.
     """
+    found = _rosters_here(url, settings)
+    own = max(found, key=lambda name: found[name][0].made)
+    folders = {name: folder for name, (_, folder) in found.items()}
+    return store_of(url, found[own][0], own, folders, read_secret(node_folder(url, own)))
+
+
+def roster_seen_from_here(url: str, settings: Settings) -> tuple[Roster, Mapping[str, Peer]]:
+    """Return the newest roster of this host, and the client of each agent. Errors as `seen_from_here`."""
+    found = _rosters_here(url, settings)
+    own = max(found, key=lambda name: found[name][0].made)
+    roster, secret = found[own][0], read_secret(node_folder(url, own))
+    return roster, {each.name: peer_at(each, roster.run, secret) for each in roster.all}
+
+
+def _rosters_here(url: str, settings: Settings) -> Mapping[str, tuple[Roster, LocalStore]]:
     base, found = os.path.realpath(url.removeprefix(PEERS_SCHEME)), dict[str, tuple[Roster, LocalStore]]()
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(base)):
@@ -99,7 +116,4 @@ def seen_from_here(url: str, settings: Settings) -> PeerStore:
         raise MissingError(
             f"{url}: this host has no folder of a node with a roster; expected one. Run this on a node of the job"
         )
-    own = max(found, key=lambda name: found[name][0].made)
-    roster = found[own][0]
-    folders = {name: folder for name, (_, folder) in found.items()}
-    return store_of(url, roster, own, folders, read_secret(node_folder(url, own)))
+    return found

@@ -279,5 +279,29 @@ class DrainSkipped:
     """Wall-clock time."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepProtected:
+    """A step in a near tier of peers is protected, or is not. Rank 0 sends the event."""
+
+    step: int
+    """The step."""
+
+    url: str
+    """URL of the near tier."""
+
+    rank: int
+    """The rank."""
+
+    seconds: float
+    """Seconds since the nodes were asked."""
+
+    why: str
+    """Why the step is not protected; empty if the loss of any one node loses nothing."""
+
+    unix_seconds: float
+    """Wall-clock time."""
+
+
 LogEvent = LogSealed | LogInterrupted | LogRedone
-Event = Began | Entered | Decided | Progress | Ended | Failed | DrainSkipped | LogEvent
+TierEvent = DrainSkipped | StepProtected
+Event = Began | Entered | Decided | Progress | Ended | Failed | TierEvent | LogEvent

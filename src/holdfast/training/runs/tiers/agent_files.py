@@ -107,6 +107,38 @@ def has_other_job(near: Store) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """A node of peers."""
+
+    node: str
+    """Its name."""
+
+    domain: str
+    """Its failure domain."""
+
+    group: int
+    """Number of its group; -1 of a node of an earlier job."""
+
+    keeper: bool
+    """Whether the node holds manifests."""
+
+    address: str
+    """Address and port of its agent."""
+
+    state: str
+    """State of its agent; `silent` if the agent does not answer."""
+
+    error: str
+    """Why the agent does not answer, or its last error; empty if neither."""
+
+    packs_bytes: int = 0
+    """Bytes of packs there."""
+
+    parity_bytes: int = 0
+    """Bytes of parity there, for other nodes of the group."""
+
+
 def has_job_file(near: Store) -> bool:
     """Return whether a job has come to a near tier, and has not ended; its process may be dead."""
     with suppress(CheckpointError):

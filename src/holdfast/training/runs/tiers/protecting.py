@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from holdfast.base.interrupts import GUARD, start_thread
 from holdfast.base.ports.store import Store
+from holdfast.base.types.events import StepProtected
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
 from holdfast.core.format.names import rank_of_pack
@@ -33,6 +34,7 @@ from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.runs.step_request import StepRequest
 from holdfast.training.runs.tiers.drain_facts import manifest_in
 from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.telemetry.dispatcher import EventDispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ class PeerGroup:
 class Protecting:
     """The thread of one rank that has steps protected."""
 
-    def __init__(self, job: Job, group: PeerGroup, near: Store, pins: Pins) -> None:
+    def __init__(self, job: Job, group: PeerGroup, near: Store, pins: Pins, dispatcher: EventDispatcher) -> None:
         """Start no thread yet.
 
         Args:
@@ -106,7 +108,9 @@ class Protecting:
             group: How the nodes protect each other.
             near: The store of all nodes.
             pins: What garbage collection of the near tier leaves alone.
+            dispatcher: Passes events to observers.
         """
+        self._dispatcher = dispatcher
         self._job, self._group, self._near, self._pins = job, group, near, pins
         self._is_first = job.comm.rank == 0
         self._wake = threading.Event()  # Set under GUARD, as that of the drain.
@@ -190,7 +194,10 @@ class Protecting:
                 if names is None:
                     return
                 if names:
-                    self._end(names, self._protected(names[-1]))
+                    start = self._job.clock.monotonic_seconds()
+                    error = self._protected(names[-1])
+                    self._end(names, error)
+                    self._tell(names[-1][0], error, self._job.clock.monotonic_seconds() - start)
                     self._number += 1
             except Exception as error:  # noqa: BLE001 - the next step may go well
                 self._job.warn_once(self._near.url, f"steps are not protected: {error}")
@@ -285,8 +292,16 @@ class Protecting:
                 self._unpin(name)
         for name, handle in ended:
             _end_handle(handle, ends[name])
-        if error is not None and self._is_first:
+
+    def _tell(self, step: int, error: CheckpointError | None, seconds: float) -> None:
+        if not self._is_first:
+            return
+        if error is None:
+            logger.info("step %d is protected after %.2f s: any one node of a group may go", step, seconds)
+        else:
             logger.warning("%s: %s", self._near.url, error)
+        why, now = "" if error is None else str(error), self._job.clock.unix_seconds()
+        self._dispatcher.dispatch(StepProtected(step, self._near.url, 0, seconds, why, now))
 
 
 def _end_handle(handle: SaveHandle, error: CheckpointError | None) -> None:

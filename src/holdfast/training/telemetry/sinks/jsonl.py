@@ -18,10 +18,17 @@ from holdfast.base.types.events import (
     LogRedone,
     Operation,
     Phase,
+    StepProtected,
 )
 from holdfast.errors import InvalidError
 
-_NAMES = {DrainSkipped: "skipped", LogInterrupted: "interrupted", LogRedone: "redone"}
+_NAMES = {
+    DrainSkipped: ("drain", "skipped"),
+    StepProtected: ("protect", "protected"),
+    LogInterrupted: ("log", "interrupted"),
+    LogRedone: ("log", "redone"),
+}
+"""Verb and name of the line of an event."""
 
 
 class JsonLines:
@@ -78,9 +85,9 @@ class JsonLines:
                 "phases": _seconds_of(event.phases),
             }
             self._write(event.operation, "failed", event.began_unix_seconds + event.seconds, fields)
-        elif isinstance(event, DrainSkipped | LogInterrupted | LogRedone):
-            name = _NAMES[type(event)]
-            fields = {"verb": "drain" if isinstance(event, DrainSkipped) else "log", **asdict(event)}
+        elif isinstance(event, DrainSkipped | StepProtected | LogInterrupted | LogRedone):
+            verb, name = _NAMES[type(event)]
+            fields = {"verb": verb, **asdict(event)}
             del fields["unix_seconds"]
             self._append(event.rank, name, event.unix_seconds, fields)
 

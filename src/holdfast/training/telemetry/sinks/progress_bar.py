@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 from holdfast.base.types import events
-from holdfast.base.types.events import Began, DrainSkipped, Ended, Entered, Event, Failed, LogEvent, Operation
+from holdfast.base.types.events import Began, Ended, Entered, Event, Failed, LogEvent, Operation, TierEvent
 
 
 class TerminalProgress:
@@ -28,7 +28,7 @@ class TerminalProgress:
 
     def on_event(self, event: Event) -> None:
         """Update the line of the operation."""
-        if not self._console.is_terminal or isinstance(event, DrainSkipped | LogEvent):
+        if not self._console.is_terminal or isinstance(event, TierEvent | LogEvent):
             return
         operation = event.report.operation if isinstance(event, Ended) else event.operation
         if operation is None or operation.rank != 0:

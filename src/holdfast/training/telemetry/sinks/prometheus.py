@@ -19,6 +19,7 @@ from holdfast.base.types.events import (
     LogSealed,
     Phase,
     RankReport,
+    StepProtected,
 )
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.training.telemetry.log_lines import blocked_seconds
@@ -97,6 +98,8 @@ class PrometheusMetrics:
         self.skips = counter(
             "holdfast_drain_skips", "Due steps that the root did not get: too slow for its steps.", rank
         )
+        self.protected_step = gauge("holdfast_protected_step", "Newest step that stands the loss of a node.", rank)
+        self.unprotected = counter("holdfast_unprotected", "Near steps that the nodes did not protect.", rank)
         self._recoverable: dict[int, int] = {}
 
     def on_event(self, event: Event) -> None:
@@ -120,6 +123,11 @@ class PrometheusMetrics:
             self.log_interruptions.labels(event.rank).inc()
         elif isinstance(event, DrainSkipped):
             self.skips.labels(event.rank).inc()
+        elif isinstance(event, StepProtected):
+            if event.why:
+                self.unprotected.labels(event.rank).inc()
+            else:
+                self.protected_step.labels(event.rank).set(event.step)
         elif isinstance(event, LogRedone):
             self._set_recoverable(event.rank, event.step)
 
