@@ -179,6 +179,10 @@ def read_table(node: Store, attempt: str) -> ParityTable:
     return table
 
 
+class PackLostError(UnavailableError):
+    """A pack cannot be rebuilt from the packs and the parity that there are."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackGroup:
     """The group of the node that wrote a pack."""
@@ -225,7 +229,7 @@ class AttemptPlaces:
         """Return the bytes of a pack that a table names.
 
         Raises:
-            UnavailableError: The pack cannot be rebuilt, so no caller needs the bytes.
+            PackLostError: The pack cannot be rebuilt, so no caller needs the bytes.
         """
         group, _ = self.inputs_of(key, 0, 0)
         pack_bytes = group.table.packs[group.number][key]
@@ -236,15 +240,18 @@ class AttemptPlaces:
         """Return the group of a pack that a table names, and the ranges whose XOR is a range of the pack.
 
         Raises:
-            UnavailableError: A second node of the group is lost, or another one has no parity.
+            PackLostError: A second node of the group is lost, or another one has no parity.
         """
         group = self.group_of(key)
         assert group is not None, "only a pack in a table is rebuilt"
         packs_of = enumerate(group.table.packs)
         lost = [at for at, packs in packs_of if any(packs[each] for each in packs if each not in self.holders)]
-        inputs = group.table.stripe.rebuild(group.number, key, start, stop, lost)
+        try:
+            inputs = group.table.stripe.rebuild(group.number, key, start, stop, lost)
+        except UnavailableError as error:
+            raise PackLostError(str(error)) from error
         if absent := {each.member for each in inputs if each.key is None} - group.nodes.keys():
-            raise UnavailableError(
+            raise PackLostError(
                 f"{key}: nodes {sorted(group.table.nodes[each] for each in absent)} have no parity of the pack; "
                 "expected parity on each other node of the group. Read the step from the root"
             )

@@ -19,7 +19,6 @@ from holdfast.base.clock import Clock, SystemClock
 from holdfast.base.ports.ranges import check_ranges
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry
 from holdfast.base.ports.store import Store, Upload
-from holdfast.base.ports.temporary import TemporaryError
 from holdfast.core.engine.parallel_map import ordered_parallel_map
 from holdfast.core.format.names import is_pack_name
 from holdfast.core.plan.keepers import NoManifest, PutOutcome, put_outcome, quorum
@@ -36,6 +35,7 @@ from holdfast.stored.peers.hedging import HedgedNode, Paces
 from holdfast.stored.peers.parity_files import (
     PARITY_FOLDER,
     AttemptPlaces,
+    PackLostError,
     ParityTable,
     attempt_of,
     packs_at,
@@ -277,7 +277,7 @@ class PeerStore(Store):
                 except UnavailableError as error:
                     failure = error
         silent, why = sorted({*found.silent} - {*self._former}), failure or "no parity has the pack"
-        if silent or isinstance(failure, TemporaryError):
+        if silent or not isinstance(failure, PackLostError | None):
             raise UnavailableError(
                 f"{self.url}/{key}: cannot be read, and nodes {silent} do not answer; expected an answer or parity. "
                 f"Start the agents there again, or read from the root: {why}"

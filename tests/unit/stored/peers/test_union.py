@@ -280,7 +280,7 @@ def test_a_damaged_table_counts_as_none(tmp_path: Path, caplog: pytest.LogCaptur
         assert [read(nodes.at(1), key) for key in packs] == [*packs.values()], "no parity is needed"
     assert "node-0" in caplog.text
     nodes.lose(2)
-    with pytest.raises(UnavailableError, match=r"node-0.*no parity"):
+    with pytest.raises(MissingError, match=r"node-0.*no parity"):
         read(nodes.at(1), [*packs][2])
     table.write_bytes(whole)
     assert read(nodes.at(1), [*packs][2]) == [*packs.values()][2]
