@@ -29,14 +29,18 @@ repeated, so it needs a connection that works."""
 _SPARE_SECONDS = 60.0
 """After this time without use a connection is closed if another one is free."""
 
-CONNECTIONS = 3
-"""Connections that a rank keeps. Three of its threads wait for other ranks: for an agreement, for the outcome of a
-save, and for an exit."""
+CONNECTIONS = 4
+"""Connections that a rank keeps. Four of its threads wait for other ranks: for an agreement, for the outcome of a
+save, for an exit, and for the protection of a step in the memory of peers."""
+
+_AT_ONCE = 2
+"""Connections that a call opens without waiting for a free one."""
 
 _SHARING_SECONDS = 0.1
-"""How long a call waits for a free connection before it opens the last of them: most calls and waits are shorter.
+"""How long a call waits for a free connection before it opens one of the others: most calls and waits are shorter.
 
-A third connection is needed only where a save begins while the one before it waits for its outcome."""
+A third connection is needed only where a save begins while the one before it waits for its outcome; a fourth where the
+step before that is being protected as well."""
 
 _CROWDED_SECONDS_MAX = 10.0
 """How long a call waits for a free connection before it opens one more than a rank keeps: the call may be urgent."""
@@ -102,7 +106,8 @@ class ConnectionPool:
                 return self._free.pop()
             waited = self._clock.monotonic_seconds() - start
             closed = len(self._closed)
-            if closed > 1 or (closed == 1 and waited >= min(timeout_seconds / 3, _SHARING_SECONDS)):
+            may_open = closed > CONNECTIONS - _AT_ONCE or waited >= min(timeout_seconds / 3, _SHARING_SECONDS)
+            if closed and may_open:
                 with suppress(IndexError):
                     return self._closed.pop()
             elif not closed and waited >= min(timeout_seconds / 3, _CROWDED_SECONDS_MAX):

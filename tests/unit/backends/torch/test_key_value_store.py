@@ -129,36 +129,36 @@ def test_threads_in_turn_share_one_connection(server: dist.TCPStore, store: Torc
     assert len(list(connections(server.port))) - before == 1
 
 
-def test_a_call_waits_for_a_free_connection_rather_than_opens_a_fourth(
+def test_a_call_waits_for_a_free_connection_rather_than_opens_a_fifth(
     server: dist.TCPStore, store: TorchKeyValueStore
 ) -> None:
     before = len(list(connections(server.port)))
-    with ThreadPoolExecutor(4) as pool:
-        waits = [pool.submit(store.wait, [f"later/{number}"], 60.0) for number in range(3)]
-        while len(list(connections(server.port))) - before < 3:
+    with ThreadPoolExecutor(5) as pool:
+        waits = [pool.submit(store.wait, [f"later/{number}"], 60.0) for number in range(4)]
+        while len(list(connections(server.port))) - before < 4:
             time.sleep(0.01)
         call = pool.submit(store.set, "other", b"1", 60.0)
         server.set("holdfast/later/1", b"1")
         assert call.result(60.0) is None
-        server.set("holdfast/later/0", b"1")
-        server.set("holdfast/later/2", b"1")
-        assert [wait.result(60.0) for wait in waits] == [None] * 3
-    assert len(list(connections(server.port))) - before == 3
+        for number in (0, 2, 3):
+            server.set(f"holdfast/later/{number}", b"1")
+        assert [wait.result(60.0) for wait in waits] == [None] * 4
+    assert len(list(connections(server.port))) - before == 4
 
 
-def test_a_call_that_is_urgent_opens_a_fourth_connection_for_itself(
+def test_a_call_that_is_urgent_opens_a_fifth_connection_for_itself(
     server: dist.TCPStore, store: TorchKeyValueStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection_pool, "_CROWDED_SECONDS_MAX", 0.0)
     before = len(list(connections(server.port)))
-    with ThreadPoolExecutor(3) as pool:
-        waits = [pool.submit(store.wait, [f"later/{number}"], 60.0) for number in range(3)]
-        while len(list(connections(server.port))) - before < 3:
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(store.wait, [f"later/{number}"], 60.0) for number in range(4)]
+        while len(list(connections(server.port))) - before < 4:
             time.sleep(0.01)
-        for number in range(3):
+        for number in range(4):
             store.set(f"later/{number}", b"1", 60.0)
-        assert [wait.result(60.0) for wait in waits] == [None] * 3
-    assert len(list(connections(server.port))) - before == 3, "the fourth was closed"
+        assert [wait.result(60.0) for wait in waits] == [None] * 4
+    assert len(list(connections(server.port))) - before == 4, "the fifth was closed"
 
 
 def test_a_wait_that_runs_out_keeps_its_connection(server: dist.TCPStore, store: TorchKeyValueStore) -> None:
