@@ -43,7 +43,10 @@ _POLL_SECONDS = 1.0
 _KEYS_KEPT = 16
 """Steps whose keys stay in the key-value store for ranks that are late."""
 
-_END = "end"
+_NAMED_SECONDS = 30.0
+"""Longest wait for rank 0 to name a step that is near."""
+
+_END = b"end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,9 @@ class Protecting:
         self._thread: threading.Thread | None = None
         # Guarded by GUARD: the commit thread adds, the thread here takes.
         self._near_steps: list[StepAndDigest] = []
+        """Near, and not named by rank 0 yet."""
+        self._named_early: list[StepAndDigest] = []
+        """Named by rank 0 before this rank has taken note of them."""
         self._handles: list[tuple[StepAndDigest, SaveHandle]] = []
         self._ends: dict[StepAndDigest, CheckpointError | None] = {}
         self._pinned: dict[StepAndDigest, StepPin] = {}
@@ -130,7 +136,9 @@ class Protecting:
     def note_commit(self, step: int, digest: str) -> None:
         """Take note of a step that is near. On the commit thread of each rank."""
         with GUARD:
-            if self._is_first:
+            if (step, digest) in self._named_early:
+                self._named_early.remove((step, digest))
+            else:
                 self._near_steps.append((step, digest))
             self._wake.set()
             self._start()
@@ -209,23 +217,31 @@ class Protecting:
         """Return steps of which the last is protected next, and the others are skipped; None at the end."""
         self._require_agent()
         job, key = self._job, self._job.key("protect", self._number)
-        if self._is_first:
+        if not self._near_steps:
             self._wake.wait(_POLL_SECONDS)
-            with GUARD:
-                self._wake.clear()
-                names, self._near_steps = self._near_steps, []
-                self._older = list(self._pinned)
-            if names or self._is_closing:
-                text = json.dumps(names) if names else _END
-                if job.comm.world_size > 1:
-                    job.key_value_store.set(key, text.encode(), job.settings.commit_timeout_seconds)
-                    self._forget(self._number - _KEYS_KEPT)
-            return names or (None if self._is_closing else [])
-        try:
-            (value,) = job.key_value_store.get_many([key], _POLL_SECONDS)
-        except TimeoutError:
-            return None if self._is_closing else []
-        return None if value == _END.encode() else [(step, digest) for step, digest in json.loads(value)]
+        with GUARD:
+            self._wake.clear()
+            names, self._older = [*self._near_steps], list(self._pinned)
+        if not names and not self._is_closing:
+            return []
+        if self._is_first:
+            value = json.dumps(names).encode() if names else _END
+            if job.comm.world_size > 1:
+                job.key_value_store.set(key, value, job.settings.commit_timeout_seconds)
+                self._forget(self._number - _KEYS_KEPT)
+        else:
+            try:
+                # Rank 0 names each of these steps. c10d prints a warning for each wait that runs out.
+                (value,) = job.key_value_store.get_many([key], _NAMED_SECONDS if names else _POLL_SECONDS)
+            except TimeoutError:
+                return None if self._is_closing else []
+        if value == _END:
+            return None
+        named = [(step, digest) for step, digest in json.loads(value)]
+        with GUARD:
+            self._named_early += [each for each in named if each not in self._near_steps]
+            self._near_steps = [each for each in self._near_steps if each not in named]
+        return named
 
     def _require_agent(self) -> None:
         if self._group.require_agent is not None:
