@@ -162,8 +162,8 @@ def test_a_peer_that_takes_no_answer_is_cut(store: LocalStore) -> None:
     with closing(PeerServer(store, CREDENTIALS, "127.0.0.1", limits=Limits(idle_seconds=0.2))) as server:
         raw = Raw(server.address[1])
         raw.greet()
-        raw.send(raw.proven(f"GET /{PACK}", {"range": f"bytes=0-{16 * MIB - 1}"}))
         begun = time.monotonic()
+        raw.send(raw.proven(f"GET /{PACK}", {"range": f"bytes=0-{16 * MIB - 1}"}))
         while server._conversations and time.monotonic() - begun < 10:
             time.sleep(0.02)
         # The kernel begins the wait anew for some parts of a file that it has begun to send.

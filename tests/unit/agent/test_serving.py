@@ -295,7 +295,8 @@ def test_few_connections_wait_for_the_next_call(server: PeerServer, store: Local
 def test_a_forked_child_has_connections_of_its_own(server: PeerServer, store: LocalStore, peer: Peer) -> None:
     store.put("latest", b"12345")
     assert peer.size("latest") == 5
-    (before,) = server._conversations
+    with server._lock:  # The agent notes a connection after the thread of the connection has begun.
+        (before,) = server._conversations
     with peer._lock:  # Another thread may hold the lock meanwhile.
         child = os.fork()
     if not child:
