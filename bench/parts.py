@@ -7,6 +7,11 @@ from bench import (
     large,
     lazy,
     memory,
+    peers_memory,
+    peers_protecting,
+    peers_recovery,
+    peers_training,
+    peers_wire,
     shelf_recovery,
     shelf_training,
     stall,
@@ -46,3 +51,18 @@ SHELF_PARTS: dict[str, Part] = {
     part.name: part for part in (shelf_recovery.SAVED, shelf_recovery.LOADED, shelf_training.PART)
 }
 """Those of `python -m bench.shelf`, in processes of their own."""
+
+PEERS_PARTS: dict[str, Part] = {
+    part.name: part
+    for part in (
+        peers_protecting.PART,
+        peers_recovery.SAVED,
+        peers_recovery.SLOW,
+        peers_recovery.RECOVERED,
+        peers_wire.PART,
+        peers_memory.PART,
+        peers_training.STEPS,
+        peers_training.ALL_REDUCE,
+    )
+}
+"""Those of `python -m bench.peers`, in processes of their own."""

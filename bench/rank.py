@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bench import device, job
-from bench.parts import PARTS, SHELF_PARTS, STORE_PARTS, TIER_PARTS
+from bench.parts import PARTS, PEERS_PARTS, SHELF_PARTS, STORE_PARTS, TIER_PARTS
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     is_job = int(os.environ["WORLD_SIZE"]) > 1
     if is_job:
         dist.init_process_group("gloo")
-    parts = {**PARTS, **STORE_PARTS, **TIER_PARTS, **SHELF_PARTS}
+    parts = {**PARTS, **STORE_PARTS, **TIER_PARTS, **SHELF_PARTS, **PEERS_PARTS}
     if name not in parts:
         # Imported for these parts alone: the parts use modules of the package that an older checkout lacks.
         from bench.activations.parts import ACTIVATION_PARTS

@@ -26,9 +26,9 @@ LAYERS = 4
 class Training:
     """One pipeline stage per rank with its own parameters, so that both ranks save and compute all the time."""
 
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, layers: int = LAYERS, inner: int = INNER) -> None:
         torch.manual_seed(dist.get_rank())
-        shapes = [(WIDTH, INNER) if layer % 2 == 0 else (INNER, WIDTH) for layer in range(layers)]
+        shapes = [(WIDTH, inner) if layer % 2 == 0 else (inner, WIDTH) for layer in range(layers)]
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(*shape, bias=False), nn.Tanh()) for shape in shapes))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.batch = torch.rand(64, WIDTH)
