@@ -192,7 +192,7 @@ class PeerStore(Store):
         self._on_keepers(key, lambda store: store.put_if_absent(key, data), data)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects from every node, and the parity of each attempt that loses a pack."""
+        """Remove objects from each node that answers, and the parity of each attempt that loses a pack."""
         listed = [*keys]
         for key in listed:
             self.require_key(key)
@@ -201,10 +201,10 @@ class PeerStore(Store):
             self._attempts.pop(attempt, None)
         gone = [*listed, *(key for attempt in attempts for key in parity_keys(attempt))]
         answers = self._answers(self._nodes, lambda store: store.delete(gone))
-        self._require_all(answers, "may still have objects that were removed")
+        self._require_enough(answers, "may still have objects that were removed")
 
     def move(self, key: str, new_key: str) -> None:
-        """Give an object another key, on each node that has the object."""
+        """Give an object another key, on each node that has the object and answers."""
 
         def moved(store: Store) -> bool:
             with suppress(MissingError):
@@ -213,7 +213,7 @@ class PeerStore(Store):
             return False
 
         answers = self._answers(self._nodes, moved)
-        self._require_all(answers, f"may still have {key}")
+        self._require_enough(answers, f"may still have {key}")
         if not any(answer is True for answer in answers.values()):
             raise MissingError(f"{self.url}/{key}: no such object on any node")
 
@@ -351,9 +351,7 @@ class PeerStore(Store):
     def _of_all(self, call: Callable[[Store], _Result]) -> Sequence[_Result]:
         """Return the answers of the nodes that answer, of which enough are keepers to know of each small object."""
         answers = self._answers(self._nodes, call)
-        silent = {name for name, answer in answers.items() if isinstance(answer, CheckpointError)}
-        if self._are_too_few(silent):
-            self._require_all(answers, "may have objects that no other node has")
+        self._require_enough(answers, "may have objects that no other node has")
         return [answer for answer in answers.values() if not isinstance(answer, CheckpointError)]
 
     def _answers(
@@ -377,9 +375,14 @@ class PeerStore(Store):
         """Return whether too few keepers have answered to know of each small object."""
         return len({*self._keepers} - silent) < quorum(len(self._keepers))
 
-    def _require_all(self, answers: Mapping[str, object], consequence: str) -> None:
-        silent = [name for name, answer in answers.items() if isinstance(answer, _SILENT) and name not in self._former]
-        if silent:
+    def _require_enough(self, answers: Mapping[str, object], consequence: str) -> None:
+        """Require that enough keepers have answered.
+
+        Another node may be lost for good. If it comes back, the root's list says which of its manifests count, and the
+        next collection removes the rest.
+        """
+        silent = [name for name, answer in answers.items() if isinstance(answer, _SILENT)]
+        if self._are_too_few({*silent}):
             raise UnavailableError(
                 f"{self.url}: nodes [{first_three(silent)}] do not answer, and {consequence}; expected an "
                 f"answer. Start their agents again: {answers[silent[0]]}"
