@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from holdfast._face import wiring
 from holdfast._face.agent_api import agent_command
-from holdfast._face.local_folders import near_folder_at
+from holdfast._face.near_folder import near_folder_at
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.shelf import ShelfStore, is_in_memory
 from holdfast.base.ports.store import Store

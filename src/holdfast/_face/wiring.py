@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 
 from holdfast._face.foreign_paths import foreign_at, foreign_in, names_object
-from holdfast._face.local_folders import local_at, near_folder_at
+from holdfast._face.near_folder import near_folder_at
 from holdfast._face.own_store import is_store, require_store
 from holdfast.backends.alone import AloneComm
 from holdfast.backends.stores.foreign import References
@@ -27,7 +27,7 @@ from holdfast.base.ports.comm import Comm
 from holdfast.base.ports.gradients import RecordingFramework
 from holdfast.base.ports.store import Store
 from holdfast.base.types.values import FrameworkValue
-from holdfast.core.format.names import RUN_FILE, is_superseded_name, step_of_folder
+from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_of_folder
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.policies import PEERS_SCHEME
 from holdfast.settings import Settings
@@ -141,17 +141,17 @@ def two_roots(near: str, root: Path | None, settings: Settings) -> TwoRoots:
     return TwoRoots(store, store_at(root, settings))
 
 
+def local_at(path: str, settings: Settings) -> LocalStore:
+    return LocalStore(path, settings=settings, mode_from=(RUN_FILE, MANIFEST_FILE))
+
+
 def near_store_at(near: str, settings: Settings) -> Store:
-    """Return a near tier: a folder, or the folders of all nodes as a node of the job sees them.
+    """Return a near tier: a folder, or that of all nodes; raises `MissingError` on a host without a node."""
+    if not near.startswith(PEERS_SCHEME):
+        return near_folder_at(near, settings)
+    from holdfast._face.peers.nodes import seen_from_here
 
-    Raises:
-        MissingError: This host has no folder of a node.
-    """
-    if near.startswith(PEERS_SCHEME):
-        from holdfast._face.peers.nodes import seen_from_here
-
-        return seen_from_here(near, settings)
-    return near_folder_at(near, settings)
+    return seen_from_here(near, settings)
 
 
 def for_copy_of(source: object, settings: Settings) -> Settings:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
-from holdfast._face.local_folders import near_folder_at
+from holdfast._face.near_folder import near_folder_at
 from holdfast._face.peers.nodes import peer_at, read_secret, store_of
 from holdfast.agent.serving import PeerServer
 from holdfast.backends.stores.shelf import is_in_memory

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from holdfast._face.local_folders import near_folder_at
+from holdfast._face.near_folder import near_folder_at
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.peers.peer import Peer
 from holdfast.base.ports.store import Store

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast._face.local_folders import near_folder_at
+from holdfast._face.near_folder import near_folder_at
 from holdfast._face.peers.nodes import (
     SECRET_BYTES,
     node_folder,

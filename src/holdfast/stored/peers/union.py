@@ -376,10 +376,9 @@ class PeerStore(Store):
         return len({*self._keepers} - silent) < quorum(len(self._keepers))
 
     def _require_enough(self, answers: Mapping[str, object], consequence: str) -> None:
-        """Require that enough keepers have answered.
+        """Require that enough keepers have answered. Another node may be lost for good.
 
-        Another node may be lost for good. If it comes back, the root's list says which of its manifests count, and the
-        next collection removes the rest.
+        If a node comes back, the root's list says which of its manifests count; a collection removes the rest.
         """
         silent = [name for name, answer in answers.items() if isinstance(answer, _SILENT)]
         if self._are_too_few({*silent}):

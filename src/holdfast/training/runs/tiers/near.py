@@ -102,13 +102,8 @@ class NearTier:
         """The parts of saves into the near tier."""
         self.drain = Drain(job, run, self.parts, root, keep, dispatcher)
         """Copies due steps to the root."""
-        self.room = NearRoom(
-            place.store,
-            place.bytes_max,
-            place.spares,
-            folder=place.folder,
-            node_share=1.0 if place.peers is None else place.peers.node_share,
-        )
+        node_share = 1.0 if place.peers is None else place.peers.node_share
+        self.room = NearRoom(place.store, place.bytes_max, place.spares, place.folder, node_share)
         """Whether the next step has a place near."""
         if place.is_memory and place.bytes_max is not None and job.comm.rank == 0:
             logger.log(
