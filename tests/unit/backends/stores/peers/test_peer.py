@@ -265,37 +265,28 @@ def test_an_agent_of_another_version_is_named() -> None:
         asked(lying([], greeting=other), lambda peer: peer.size("x"))
 
 
-def counted(serve: Callable[[socket.socket], object]) -> tuple[list[int], Callable[[socket.socket], None]]:
-    """Return the number of connections in a list, and the same agent."""
-    count = [0]
-
-    def serve_counted(connection: socket.socket) -> None:
-        count[0] += 1
-        serve(connection)
-
-    return count, serve_counted
-
-
-SECONDS = "holdfast.backends.stores.peers.peer._SILENT_SECONDS"
-
-
 def test_a_silent_node_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    count, serve = counted(lambda connection: connection.recv(1 << 16) and connection.recv(1))
-    with listening(serve) as address, closing(Peer(address, CREDENTIALS, 0.2)) as peer:
-        for seconds, connections in ((1e9, 1), (1e9, 1), (0.0, 2)):
-            monkeypatch.setattr(SECONDS, seconds)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = Peer(listener.getsockname(), CREDENTIALS, 0.2)
+        for seconds in (1e9, 1e9, 0.0):
+            monkeypatch.setattr("holdfast.backends.stores.peers.peer._SILENT_SECONDS", seconds)
             with pytest.raises(UnavailableError, match=r"node n3 \(.*: did not answer in time"):
                 peer.size("x")
-            assert count == [connections]
+        listener.setblocking(False)
+        for _ in range(2):
+            listener.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_a_node_that_closes_a_connection_is_asked_again_at_once() -> None:
-    count, serve = counted(lambda connection: None)
-    with listening(serve) as address, closing(Peer(address, CREDENTIALS, 5)) as peer:
+    connections = []
+    with listening(lambda connection: connections.append(connection.fileno())) as address:
+        peer = Peer(address, CREDENTIALS, 5)
         for _ in range(3):
             with pytest.raises(UnavailableError, match="node n3"):
                 peer.size("x")
-    assert count == [3]
+    assert len(connections) == 3
 
 
 def test_a_node_that_takes_no_connection_is_waited_for_only_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
