@@ -57,7 +57,7 @@ class NearRoom:
         self._step_bytes = 0
         """Bytes that the last step wrote."""
         self._failure = ""
-        """Why the last save into the near tier failed; empty if the save did not fail."""
+        """Why saves into the near tier fail since the last one that did not; empty if that is the last save."""
 
     def note_saved(self, manifest: Manifest) -> None:
         """Take note of the size of a step that is near."""
@@ -67,7 +67,8 @@ class NearRoom:
         """Take note of the end of a save into the near tier."""
         error = ended.exception()
         if error is not None or ended.result().tier == "near":
-            self._failure = str(error) if isinstance(error, UnavailableError) else ""
+            # A later error may only repeat the first: a step is refused because of the failure.
+            self._failure = (self._failure or str(error)) if isinstance(error, UnavailableError) else ""
 
     def why_not(self, state_bytes: int) -> str:
         """Return why the next step has no place near; empty if the near tier takes the step.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast
+from holdfast.base.types.reports import SaveReport
 from holdfast.core.format.names import step_folder
 from holdfast.core.plan.placement import RosterNode, grouping
-from holdfast.errors import shown_bytes
+from holdfast.errors import UnavailableError, shown_bytes
 from holdfast.settings import MIB
 from holdfast.stored.peers.parity_files import attempt_of, packs_at, protect
 from holdfast.stored.repository.catalog import read_manifest
@@ -44,3 +46,17 @@ def test_a_step_takes_its_share_of_a_node_and_the_parity_there(tmp_path: Path, m
     assert f"has {shown_bytes(held_bytes)} of Tier" in (why := why_not(held_bytes + share_bytes - 1, share_bytes))
     assert needed in why
     assert f"has {shown_bytes(share_bytes - 1)} free" in (why := why_not(None, share_bytes - 1)) and needed in why
+
+
+def test_steps_that_fail_for_an_earlier_failure_do_not_make_its_message_longer(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 4)
+    room, why = NearRoom(nodes.at(0), None, None, nodes.stores["node-0"]), "node-3 does not answer"
+    nodes.stores["node-3"].is_silent = True
+    for _ in range(3):
+        ended = Future[SaveReport]()
+        ended.set_exception(UnavailableError(why))
+        room.note_end(ended)
+        why = f"step 18 is for the near tier alone, and {room.why_not(0)}"
+    assert room.why_not(0) == "the near tier fails: node-3 does not answer"
+    nodes.stores["node-3"].is_silent = False
+    assert room.why_not(0) == ""
