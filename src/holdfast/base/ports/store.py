@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Protocol
 
 from holdfast.base.ports.keys import Split, split_key, split_prefix
@@ -92,6 +93,9 @@ class Store(Readable, Protocol):
 
     traits: StoreTraits = StoreTraits()
     """Facts about the store."""
+
+    read_bytes: Mapping[str, int] = MappingProxyType({})
+    """Bytes of packs that were read so far, by place within the store; empty for a store of one place."""
 
     _split: Split = staticmethod(split_key)
     """Which keys there are."""

@@ -207,7 +207,8 @@ class LoadReport:
     """Requests that the store refused or left unanswered because it had too much to do."""
 
     sources: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that this rank read, by the URL of the root they came from."""
+    """Bytes that this rank read, by the URL of the root they came from; of a near tier of peers, by `own node`, `node
+    NAME` and `parity of node NAME`."""
 
     base_step: int | None = None
     """The checkpoint from which the redo log was followed to `step`; None if `step` is the checkpoint itself."""

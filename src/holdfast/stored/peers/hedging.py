@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, as_completed, wait
 from contextlib import suppress
@@ -65,6 +65,13 @@ class Paces:
         """
         self.url, self.clock, self.scratch = url, clock, threading.local()
         self._nodes, self._lock = defaultdict[str, _Pace](_Pace), threading.Lock()
+        self.read_bytes = Counter[str]()
+        """Bytes of packs that were read, by the place that they came from."""
+
+    def count(self, place: str, count: int) -> None:
+        """Count bytes that came from a place."""
+        with self._lock:
+            self.read_bytes[place] += count
 
     def begin(self, name: str, count: int) -> float:
         """Note that bytes are asked of a node; return the seconds after which the node is slow."""
@@ -108,7 +115,7 @@ class HedgedNode(ForwardingStore):
     """A node whose packs can be read through parity too, as a store that does not wait long for the node."""
 
     def __init__(
-        self, node: Store, name: str, paces: Paces, rebuild: Callable[[str, int, int, memoryview], object]
+        self, node: Store, name: str, paces: Paces, rebuild: Callable[[str, int, int, memoryview], object] | None
     ) -> None:
         """Wrap a node for one read.
 
@@ -117,6 +124,7 @@ class HedgedNode(ForwardingStore):
             name: The name of the node.
             paces: The paces of all nodes.
             rebuild: Fills memory with a range of a pack of the node, through parity. Takes key, start, stop and memory.
+                None: nothing has parity, and the node is waited for.
         """
         super().__init__(node)
         self._name, self._paces, self._rebuild = name, paces, rebuild
@@ -152,19 +160,22 @@ class HedgedNode(ForwardingStore):
 
         def through_parity(memory: memoryview) -> None:
             for (start, stop), part in zip(ranges, _cut(memory, ranges), strict=True):
+                assert self._rebuild is not None, "asked for only then"
                 self._rebuild(key, start, stop, part)
 
         # This thread has the memory of the last read, unless the read was given up.
         memory = paces.scratch.__dict__.pop("memory", None) or allocate_aligned(WINDOW_BYTES)
-        if paces.is_slow(self._name):
+        node, parity = f"node {self._name}", f"parity of node {self._name}"
+        if self._rebuild is not None and paces.is_slow(self._name):
             with suppress(CheckpointError):
                 through_parity(memory)
+                paces.count(parity, count)
                 return memory
         threads, seconds = WorkerThreads(2, "holdfast-hedge"), paces.begin(self._name, count)
         try:
             asked = threads.submit(direct, memory, paces.clock.monotonic_seconds())
             reads = {asked: memory}
-            wait(reads, seconds)
+            wait(reads, None if self._rebuild is None else seconds)
             if not asked.done():
                 paces.give_up(self._name, asked, count, seconds)
                 other = allocate_aligned(WINDOW_BYTES)
@@ -173,6 +184,7 @@ class HedgedNode(ForwardingStore):
             threads.end()
         for read in as_completed(reads):
             if read.exception() is None:
+                paces.count(node if read is asked else parity, count)
                 return reads[read]
         asked.result()
         raise AssertionError("both reads have failed")

@@ -59,6 +59,12 @@ def attempt_of(key: str) -> str | None:
     return f"{step}/{attempt}/" if rest and step_of_folder(step) is not None and is_attempt_folder(attempt) else None
 
 
+def is_pack(key: str) -> bool:
+    """Return whether a key is that of a pack."""
+    attempt = attempt_of(key)
+    return attempt is not None and is_pack_name(key.removeprefix(attempt))
+
+
 def parity_keys(attempt: str) -> tuple[str, str]:
     """Return the keys of the table and the parity of an attempt.
 

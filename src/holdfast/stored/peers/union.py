@@ -20,7 +20,6 @@ from holdfast.base.ports.ranges import check_ranges
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry
 from holdfast.base.ports.store import Store, Upload
 from holdfast.core.engine.parallel_map import ordered_parallel_map
-from holdfast.core.format.names import is_pack_name
 from holdfast.core.plan.keepers import NoManifest, PutOutcome, put_outcome, quorum
 from holdfast.errors import (
     CheckpointError,
@@ -38,6 +37,7 @@ from holdfast.stored.peers.parity_files import (
     PackLostError,
     ParityTable,
     attempt_of,
+    is_pack,
     packs_at,
     parity_keys,
     read_table,
@@ -87,6 +87,7 @@ class PeerStore(Store):
         """Attempts whose packs were looked for on other nodes: the packs of a committed attempt never move."""
         self._told: set[str] = set()
         self._paces = Paces(url, clock or SystemClock())
+        self.read_bytes = self._paces.read_bytes
 
     def forget_former(self) -> bool:
         """Ask nodes that are no part of the job no more: a newer step is on the nodes of the job.
@@ -125,11 +126,15 @@ class PeerStore(Store):
             first = given  # An earlier node may have died in between.
             taker = None if on_range is None else lambda number, view: hand_on(first + number, view)
             store.read_into(key, ranges[first:], buffers[first:], taker)
+            if store is self._own and is_pack(key):
+                self._paces.count("own node", sum(stop - start for start, stop in ranges[first:]))
 
         def rebuild(found: AttemptPlaces) -> None:
             check_ranges(f"{self.url}/{key}", found.bytes_of(key), ranges, buffers)
             for number in range(given, len(ranges)):
-                self._tell(rebuild_into(self._nodes, found, key, *ranges[number], buffers[number]), None)
+                writer = rebuild_into(self._nodes, found, key, *ranges[number], buffers[number])
+                self._tell(writer, None)
+                self._paces.count(f"parity of node {writer}", buffers[number].nbytes)
                 hand_on(number, buffers[number])
 
         try:
@@ -140,9 +145,11 @@ class PeerStore(Store):
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Read the bytes of a pack that the memory of the own node has; 0 of any other object."""
-        if _is_pack(key):
+        if is_pack(key):
             with suppress(MissingError):
-                return self._own.get_cached(key, start, buffers, on_bytes)
+                cached_bytes = self._own.get_cached(key, start, buffers, on_bytes)
+                self._paces.count("own node", cached_bytes)
+                return cached_bytes
         return super().get_cached(key, start, buffers)
 
     def folders(self, prefix: str = "") -> list[str]:
@@ -172,7 +179,7 @@ class PeerStore(Store):
         self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
     ) -> Upload:
         """Begin a pack in the folder of the own node, or a small object."""
-        if not _is_pack(key):
+        if not is_pack(key):
             return super().upload(key, bytes_max, part_bytes)
         return self._own.upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
 
@@ -196,7 +203,7 @@ class PeerStore(Store):
         listed = [*keys]
         for key in listed:
             self.require_key(key)
-        attempts = dict.fromkeys(attempt_of(key) or "" for key in listed if _is_pack(key))
+        attempts = dict.fromkeys(attempt_of(key) or "" for key in listed if is_pack(key))
         for attempt in attempts:
             self._attempts.pop(attempt, None)
         gone = [*listed, *(key for attempt in attempts for key in parity_keys(attempt))]
@@ -230,7 +237,7 @@ class PeerStore(Store):
     ) -> _Result:
         """Return the answer of the first node that has an object; of a lost pack that of `rebuild`."""
         self.require_key(key)
-        if _is_pack(key):
+        if is_pack(key):
             return self._of_pack(key, call, rebuild)
         silent, failure = set[str](), None
         for name in self._keepers:
@@ -286,10 +293,9 @@ class PeerStore(Store):
         raise MissingError(f"{self.url}/{key}: no node of the job has such a pack: {why}") from failure
 
     def _at(self, call: Callable[[Store], _Result], key: str, found: AttemptPlaces) -> _Result:
-        node = self._nodes[name := found.holders[key]]
-        if found.group_of(key) is not None:
-            node = HedgedNode(node, name, self._paces, partial(rebuild_into, self._nodes, found))
-        return call(node)
+        name, group = found.holders[key], found.group_of(key)
+        rebuild = None if group is None else partial(rebuild_into, self._nodes, found)
+        return call(HedgedNode(self._nodes[name], name, self._paces, rebuild))
 
     def _looks(self, attempt: str) -> Iterator[AttemptPlaces]:
         """Yield the places of packs as known, then as they are now: a node may be lost in between."""
@@ -393,8 +399,3 @@ class PeerStore(Store):
             self._told.add(name)
             why = "is lost: its packs are read through the parity of its group" if error is None else f"silent: {error}"
             logger.warning("%s: node %s %s", self.url, name, why)
-
-
-def _is_pack(key: str) -> bool:
-    attempt = attempt_of(key)
-    return attempt is not None and is_pack_name(key.removeprefix(attempt))

@@ -46,6 +46,7 @@ class TwoRoots(Store):
         self.near, self.root = near, root
         self.url = root.url
         self.traits = replace(root.traits, maps_files=False)
+        self.read_bytes = near.read_bytes
 
     def holding(self, key: str, data: bytes) -> Sequence[tuple[int, str]]:
         """Return the places that hold a manifest, near tier (0) and root (1), each with the key there.

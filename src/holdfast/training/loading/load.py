@@ -475,7 +475,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
         retries=counts.retries,
         retry_seconds=counts.seconds,
         throttled=counts.throttled,
-        sources=stats.sources,
+        sources=trace.sources(stats.sources),
     )
     # Nothing is written beside another system's checkpoint, which has no attempt.
     store = location.store if job.settings.reports and manifest.attempt else None

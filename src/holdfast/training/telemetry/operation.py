@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ class OperationTrace:
         """
         self._clock, self._dispatcher, self._store = clock, dispatcher, store
         self._retries_before = self._retries_so_far()
+        self._read_before = Counter({} if store is None else store.read_bytes)
         self.operation = Operation(verb, step, url, comm.rank, comm.world_size)
         """The save, load or drain."""
         self._start, self._unix_seconds = clock.monotonic_seconds(), clock.unix_seconds()
@@ -91,6 +93,21 @@ class OperationTrace:
 
     def _retries_so_far(self) -> RetryCounts:
         return RetryCounts() if self._store is None else self._store.retry_counts
+
+    def sources(self, by_url: Mapping[str, int]) -> Mapping[str, int]:
+        """Return the bytes that the operation has read, with the places within a near tier of several.
+
+        Args:
+            by_url: The bytes by URL of the root. Packs of other steps count as of the root, wherever they were read.
+        """
+        if self._store is None:
+            return by_url
+        found, rest = Counter(self._store.read_bytes) - self._read_before, Counter(by_url)
+        left = found.total()
+        for url in sorted(by_url, key=self._store.url.__eq__):  # The root last.
+            taken = min(rest[url], left)
+            rest[url], left = rest[url] - taken, left - taken
+        return {**found, **+rest}
 
     @property
     def phases(self) -> tuple[Phase, ...]:
