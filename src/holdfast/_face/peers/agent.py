@@ -106,6 +106,10 @@ class NodeAgent:
         roster = read_roster(self._folder)
         if roster is None:
             raise UnavailableError(f"node {self._node}: the folder has no roster yet; retry")
+        if self._node not in wanted.packs:
+            raise InvalidError(
+                f"node {self._node}: not in the group {[*wanted.packs]}; expected a group with this node"
+            )
         group = {name: self._store_of(roster, name) for name in wanted.packs}
         return protect(group, self._node, wanted.attempt, wanted.packs, wanted.bytes_per_second)
 
