@@ -1,8 +1,8 @@
 """A rank of a job whose near tier is the memory of its nodes, until a kill.
 
-All worlds train alike to the last bit, however many ranks there are: each rank computes the gradient of the whole batch,
-and the sum that FSDP2 takes counts that of rank 0 alone. AdamW works on each element for itself, and all shards are
-multiples of a vector register.
+All worlds train alike to the last bit, however many ranks there are: each rank computes the gradient of the whole
+batch, and the sum that FSDP2 takes counts that of rank 0 alone. AdamW works on each element for itself, and all shards
+are multiples of a vector register.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -99,7 +98,7 @@ class _Journal:
                 self.note("failed", number, f"{type(error).__name__}: {error}")
             else:
                 why = each.replicated.exception()
-                self.note("near", number)
+                self.note(each.near.result().tier, number)
                 self.note(*(("replicated", number) if why is None else ("unprotected", number, why)))
             if isinstance(error, ConflictError):
                 raise error
@@ -135,5 +134,9 @@ def live(world: World, folder: str, near: str, life: str, nodes: Sequence[str], 
         for step in range(resumed + 1, last_step + 1):
             began = time.monotonic()
             journal.note("loss", step, training.loss(step).hex())
-            journal.watch(step, manager.maybe_save(step, state))
+            called = time.monotonic()
+            handle = manager.maybe_save(step, state)
+            journal.note("blocked", step, f"{time.monotonic() - called:.3f}")
+            journal.watch(step, handle)
             time.sleep(max(began + STEP_SECONDS - time.monotonic(), 0.0))
+    journal.watch(last_step, None)

@@ -1,15 +1,12 @@
 """A training in the memory of its nodes that loses nodes again and again: its lives, and what each of them must show.
 
-A node is the rank of the node, its agent, and a folder of its own in a tmpfs. A lost node loses all three.
+A node is its ranks, its agent, and a folder of its own in a tmpfs. A lost node loses all three.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import signal
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,52 +15,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import holdfast
 from holdfast.core.plan.placement import RosterNode, grouping
-from holdfast.training.runs.tiers.agent_files import is_agent_running, read_serving
+from holdfast.training.runs.tiers.agent_files import agent_lock, is_agent_running, read_serving
 from tests.distributed.peers.peer_cases import STEPS
 from tests.support.forked_processes import await_within
 from tests.support.gloo_worlds import Case, Launch
+from tests.support.peer_nodes import agents_below, is_alive, kill
 from tests.support.server_folders import steps_in
 
 CASES = "tests.distributed.peers.peer_cases"
 await_ = partial(await_within, 60.0)
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that ended and that its parent has not seen yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def kill(*pids: int) -> None:
-    """Kill processes, and await their end."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    await_(lambda: not any(map(is_alive, pids)))
-
-
-@contextmanager
-def node_memory() -> Iterator[Path]:
-    """A folder in a tmpfs for the folders of nodes; at its end no agent of them is left, whatever has failed."""
-    with tempfile.TemporaryDirectory(prefix="peers-", dir="/dev/shm", ignore_cleanup_errors=True) as name:
-        try:
-            yield Path(name)
-        finally:
-            while agents := _agents_below(name):
-                kill(*agents)
-
-
-def _agents_below(folder: str) -> list[int]:
-    """Return the processes whose command names a folder of nodes: agents, also those that have just been started."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"{folder}/".encode() in (each / "cmdline").read_bytes() and is_alive(int(each.name)):
-                found.append(int(each.name))
-    return found
+BLOCKED_SECONDS_MAX = 8.0
+"""A step is never blocked for so long: a busy machine takes a second or two, a wait that nobody ends takes 10."""
 
 
 @dataclass
@@ -74,9 +38,10 @@ class Life:
     nodes: Sequence[str]
     """By rank."""
 
-    def rank_of(self, node: str) -> int:
-        """Return the process of the rank of a node."""
-        return int((self.folder / f"pid.{self.nodes.index(node)}").read_text())
+    def ranks_of(self, node: str) -> list[int]:
+        """Return the processes of the ranks of a node."""
+        ranks = [rank for rank, name in enumerate(self.nodes) if name == node]
+        return [int((self.folder / f"pid.{rank}").read_text()) for rank in ranks]
 
     @property
     def ranks(self) -> list[int]:
@@ -94,9 +59,9 @@ class Life:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [words[1:] for words in map(str.split, lines) if words[0] == kind]
 
-    def newest(self, kind: str) -> int:
-        """Return the newest step of the lines of one kind; 0 without one."""
-        return max((int(words[0]) for words in self.lines(kind)), default=0)
+    def newest(self, *kinds: str) -> int:
+        """Return the newest step that has a line of each kind; 0 without one."""
+        return max(set.intersection(*({int(words[0]) for words in self.lines(kind)} for kind in kinds)), default=0)
 
     def log(self, rank: int = 0) -> str:
         """Return what a rank has logged."""
@@ -119,7 +84,7 @@ class Run:
     """The losses of a training that nothing disturbs."""
     chance: random.Random
     nodes: Sequence[str] = ("a", "b", "c", "d")
-    """The nodes of the next life, by rank."""
+    """The node of each rank of the next life, in any order."""
     replicated: int = 0
     """The newest step of which rank 0 was told that no loss of a node loses it."""
     lives: int = 0
@@ -132,7 +97,7 @@ class Run:
     @property
     def groups(self) -> Sequence[Sequence[str]]:
         """The groups of the nodes of the next life."""
-        return grouping([RosterNode(node, node) for node in self.nodes], 2).groups
+        return grouping([RosterNode(node, node) for node in {*self.nodes}], 2).groups
 
     def agent(self, node: str) -> int:
         """Return the process of the agent of a node that serves; -1 without one."""
@@ -142,7 +107,7 @@ class Run:
 
     def lose(self, life: Life, *nodes: str) -> None:
         """Lose nodes: their ranks, their agents, their memory."""
-        kill(*(life.rank_of(node) for node in nodes))
+        kill(*(rank for node in nodes for rank in life.ranks_of(node)))
         kill(*filter(lambda pid: pid > 0, map(self.agent, nodes)))
         for node in nodes:
             shutil.rmtree(self.memory / node)
@@ -156,7 +121,7 @@ class Run:
             last_step: The job ends by itself after this step.
         """
         self.lives += 1
-        life = Life(self.folder / f"life-{self.lives}", tuple(self.nodes))
+        life = Life(self.folder / f"life-{self.lives}", self.chance.sample(self.nodes, len(self.nodes)))
         arguments = {"folder": str(self.folder), "near": str(self.memory), "life": life.folder.name}
         case = Case(f"{CASES}:live", {**arguments, "nodes": list(life.nodes), "last_step": last_step})
         with Launch(len(life.nodes), [case], life.folder / "world"):
@@ -174,15 +139,34 @@ class Run:
         assert list(losses) == [*range(resumed + 1, resumed + 1 + len(losses))], life.said()
         differing = [step for step, loss in losses.items() if loss != self.whole[step]]
         assert not differing, f"other losses at steps {differing}\n{life.said()}"
+        blocked = max((float(seconds) for _, seconds in life.lines("blocked")), default=0.0)
+        assert blocked < BLOCKED_SECONDS_MAX, f"a step was blocked for {blocked} s\n{life.said()}"
         self.replicated = max(self.replicated, life.newest("replicated"))
         self.counts["lives"] += 1
         self.counts["steps with equal losses"] += len(losses)
         self.counts["steps replicated"] += len(life.lines("replicated"))
 
-    def forget_near(self) -> None:
-        """Expect no more than the root has: a loss that the near tier does not survive."""
-        self.replicated = max(steps_in(self.root), default=0)
-
     def pause(self, seconds: float) -> None:
         """Let some time pass, up to so many seconds."""
         time.sleep(self.chance.random() * seconds)
+
+    def end(self) -> None:
+        """Resume and train; require that the end leaves all in the root, and neither packs in memory nor agents."""
+        last_step = self.replicated + 12
+        with self.life(last_step=last_step) as life:
+            await_(lambda: life.has_ended, said=life.said)
+        assert life.newest("loss") == last_step, life.said()
+        await_(lambda: not agents_below(str(self.memory)))
+        assert steps_in(self.root)[-1] == life.newest("replicated"), life.said()
+        assert not [*self.memory.glob("*/step-*"), *self.memory.glob("*/parity/*")], life.said()
+        assert list(holdfast.open_checkpoint(self.root).verify()) == []
+
+
+@contextmanager
+def no_agent(run: Run, node: str) -> Iterator[None]:
+    """Kill the agent of a node, and let none be started for a block."""
+    while True:
+        kill(run.agent(node))
+        with suppress(holdfast.ConflictError), agent_lock(str(run.memory / node)):
+            yield
+            return

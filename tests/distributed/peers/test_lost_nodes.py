@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.peers.peer_cases import STEPS
-from tests.distributed.peers.peer_runs import CASES, Life, Run, await_, kill, node_memory
+from tests.distributed.peers.peer_runs import CASES, Life, Run, await_, no_agent
 from tests.support.gloo_worlds import Case, run_world
+from tests.support.peer_nodes import kill, node_memory
 from tests.support.server_folders import steps_in
 
 ROUNDS = int(os.environ.get("PEER_LOSSES", "1"))
@@ -28,6 +29,8 @@ SECONDS_MAX = 0.6
 
 SURVIVOR_SECONDS = 0.3
 """How long the ranks of the other nodes go on at most."""
+
+STEPS_WITHOUT_AGENT = 50
 
 pytestmark = [
     pytest.mark.long,
@@ -40,27 +43,81 @@ def _lose(run: Run, *nodes: str, awaited: str = "replicated") -> Life:
     """Have a job lose nodes at a random moment."""
     with run.life(awaited=awaited) as life:
         run.pause(SECONDS_MAX)
-        run.lose(life, *nodes)
+        run.lose(life, *(nodes or life.nodes[:1]))
         run.pause(SURVIVOR_SECONDS)
     return life
 
 
 def _a_node(run: Run) -> None:
-    _lose(run, run.chance.choice(run.nodes[1:]))
+    _lose(run, run.chance.choice(run.nodes))
 
 
 def _node_of_rank_0(run: Run) -> None:
-    _lose(run, run.nodes[0])
+    _lose(run)
 
 
 def _two_of_different_groups(run: Run) -> None:
     _lose(run, *map(run.chance.choice, run.groups))
 
 
+def _two_of_one_group(run: Run) -> None:
+    """Lose what no parity can bring back: the next job takes the newest step of the root, and says so."""
+    with run.life() as life:
+        await_(lambda: bool(steps_in(run.root)), said=life.said)
+        run.pause(SECONDS_MAX)
+        run.lose(life, *run.chance.choice(run.groups))
+    newest, run.replicated = life.newest("near"), max(steps_in(run.root))
+    with run.life(awaited="resumed") as life:
+        log = life.log()
+    assert life.newest("resumed") == run.replicated, life.said()
+    assert f"from {run.root}" in log, life.said()
+    assert newest <= run.replicated or "older steps are tried" in log, life.said()
+
+
+def _agent(run: Run) -> None:
+    """Have no agent of one node for 50 steps; the next agent protects the other node of its group."""
+    with run.life() as life:
+        node, other = run.chance.sample(run.chance.choice(run.groups), 2)
+        with no_agent(run, node):
+            first = life.newest("loss")
+            await_(lambda: life.newest("loss") >= first + STEPS_WITHOUT_AGENT, said=life.said)
+            assert life.newest("root") > first, life.said()
+        last = life.newest("loss")
+        await_(lambda: life.newest("near", "replicated") > last, said=life.said)
+        run.lose(life, other)
+
+
+def _all_ranks_then_fewer_then_more(run: Run) -> None:
+    """Kill all ranks, and no agent: also a step that is only near is there for the next job, on any number of ranks."""
+    for nodes in (run.nodes, [run.nodes[0], *run.nodes[:2]], run.nodes):
+        run.nodes = nodes
+        with run.life() as life:
+            run.pause(SECONDS_MAX)
+            kill(*run.chance.sample(life.ranks, len(nodes)))
+        run.replicated = max(run.replicated, life.newest("near"))
+
+
+def _second_before_healed(run: Run) -> None:
+    """Lose a node of the other group while the next job has not yet protected a step anew."""
+    first, second = run.chance.sample([run.chance.choice(group) for group in run.groups], 2)
+    nodes = run.nodes
+    _lose(run, first)
+    run.nodes = [node for node in nodes if node != first]
+    with run.life(awaited="resumed") as life:
+        run.pause(SURVIVOR_SECONDS)
+        run.lose(life, second)
+    run.counts["healed before the second loss"] += bool(life.lines("replicated"))
+    run.nodes = nodes
+
+
 KINDS: dict[str, Callable[[Run], None]] = {
     "a node": _a_node,
     "the node of rank 0": _node_of_rank_0,
     "two nodes of different groups": _two_of_different_groups,
+    "two nodes of one group": _two_of_one_group,
+    "an agent": _agent,
+    "all ranks, then fewer, then more": _all_ranks_then_fewer_then_more,
+    "a second node before the healing save": _second_before_healed,
 }
 
 
@@ -85,8 +142,7 @@ def test_no_replicated_step_is_lost_and_all_losses_are_equal(
         KINDS[kind](run)
         run.counts[f"lost: {kind}"] += 1
         print(f"{kind}: {run.replicated} replicated, {time.monotonic() - began:.1f} s", flush=True)
-    with run.life() as life:
-        pass
+    run.end()
     for name, value in run.counts.items():
         record_property(name, value)
     print(dict(run.counts))

@@ -70,16 +70,17 @@ class NodeAgent:
 
     def _watch(self) -> None:
         """Watch as the agent of any near tier does, under the newest roster of the folder."""
-        begun, ended = self._clock.monotonic_seconds(), None
+        came, seen, ended = self._clock.monotonic_seconds(), None, None
         while (roster := read_roster(self._folder)) is not None or ended is None:
             if roster == ended is not None:
                 return  # The watch has ended, and no job has come since.
+            if roster != seen:
+                came, seen = self._clock.monotonic_seconds(), roster
             near = None if roster is None else self._near_of(roster)
-            is_young = self._clock.monotonic_seconds() - begun < self._request["orphan_seconds"]
             if near is None or not has_job_file(near):
-                if not is_young:
+                if self._clock.monotonic_seconds() - came > self._request["orphan_seconds"]:
                     return
-                self._clock.sleep(_POLL_SECONDS)  # The job that has started this process is about to come.
+                self._clock.sleep(_POLL_SECONDS)  # The job that has started this process, or put the roster, comes.
                 continue
             assert roster is not None, "the nodes are those of a roster"
             agent = self._agent_of(roster, near)

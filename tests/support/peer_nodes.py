@@ -1,0 +1,51 @@
+"""Folders of nodes of peers in a tmpfs of this host, and the processes of their agents."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.support.forked_processes import await_within
+
+_END_SECONDS = 60.0
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that ended and that its parent has not seen yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def kill(*pids: int) -> None:
+    """Kill processes, and await their end."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    await_within(_END_SECONDS, lambda: not any(map(is_alive, pids)))
+
+
+@contextmanager
+def node_memory() -> Iterator[Path]:
+    """A folder in a tmpfs for the folders of nodes; at its end no agent of them is left, whatever has failed."""
+    with tempfile.TemporaryDirectory(prefix="peers-", dir="/dev/shm", ignore_cleanup_errors=True) as name:
+        try:
+            yield Path(name)
+        finally:
+            while agents := agents_below(name):
+                kill(*agents)
+
+
+def agents_below(folder: str) -> list[int]:
+    """Return the processes whose command names a folder of nodes: agents, also those that have just been started."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{folder}/".encode() in (each / "cmdline").read_bytes() and is_alive(int(each.name)):
+                found.append(int(each.name))
+    return found
