@@ -179,6 +179,11 @@ class Peer(Store):
         for link in kept:
             link.close()
 
+    def __del__(self) -> None:
+        """Close the connections: no user of a store closes it."""
+        for link in self._kept:  # No other thread is left, and a lock may be held at the end of Python.
+            link.close()
+
     def _ask(
         self,
         line: str,
