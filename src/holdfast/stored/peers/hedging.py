@@ -68,10 +68,11 @@ class Paces:
         self.read_bytes = Counter[str]()
         """Bytes of packs that were read, by the place that they came from."""
 
-    def count(self, place: str, count: int) -> None:
-        """Count bytes that came from a place."""
+    def count(self, place: str, count: int) -> int:
+        """Count bytes that came from a place; return the bytes of this call."""
         with self._lock:
             self.read_bytes[place] += count
+        return count
 
     def begin(self, name: str, count: int) -> float:
         """Note that bytes are asked of a node; return the seconds after which the node is slow."""

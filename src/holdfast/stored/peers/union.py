@@ -147,9 +147,7 @@ class PeerStore(Store):
         """Read the bytes of a pack that the memory of the own node has; 0 of any other object."""
         if is_pack(key):
             with suppress(MissingError):
-                cached_bytes = self._own.get_cached(key, start, buffers, on_bytes)
-                self._paces.count("own node", cached_bytes)
-                return cached_bytes
+                return self._paces.count("own node", self._own.get_cached(key, start, buffers, on_bytes))
         return super().get_cached(key, start, buffers)
 
     def folders(self, prefix: str = "") -> list[str]:
