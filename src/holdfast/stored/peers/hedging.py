@@ -66,7 +66,7 @@ class Paces:
         self.url, self.clock, self.scratch = url, clock, threading.local()
         self._nodes, self._lock = defaultdict[str, _Pace](_Pace), threading.Lock()
         self.read_bytes = Counter[str]()
-        """Bytes of packs that were read, by the place that they came from."""
+        """Bytes of packs that were read, by place."""
 
     def count(self, place: str, count: int) -> int:
         """Count bytes that came from a place; return the bytes of this call."""

@@ -13,7 +13,7 @@ from holdfast.core.plan.placement import Grouping, RosterNode, grouping
 from holdfast.stored.repository.publish import get_or_none
 
 ROSTER_FILE = "roster.json"
-"""In the folder of each node. No store of all nodes reads it: each node has its own."""
+"""In the folder of each node. The store of all nodes never reads the file."""
 
 _KIND = "roster"
 _BYTES_MAX = 16 << 20
@@ -23,10 +23,10 @@ class Member(msgspec.Struct, frozen=True):
     """A node of a roster, and where its agent listens."""
 
     name: Text
-    """Its name."""
+    """The name."""
 
     domain: Text
-    """Its failure domain."""
+    """The failure domain."""
 
     host: Text
     """Address of its agent."""
