@@ -310,7 +310,7 @@ class Protecting:
             _end_handle(handle, ends[name])
 
     def _tell(self, step: int, error: CheckpointError | None, seconds: float) -> None:
-        if not self._is_first:
+        if not self._is_first or self._group.nodes == 1:
             return
         if error is None:
             logger.info("step %d is protected after %.2f s: any one node of a group may go", step, seconds)
