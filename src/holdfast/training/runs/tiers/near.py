@@ -125,7 +125,7 @@ class NearTier:
         self._protecting: Protecting | None = None
         if place.peers is not None:
             self.parts.replicates = True
-            self._protecting = Protecting(job, place.peers, place.store, self.parts.pins, dispatcher)
+            self._protecting = Protecting(place.peers, self.parts, dispatcher)
         self.parts.may_collect = lambda: self.drain.has_adopted
         self.parts.on_commit = self._note_commit
         self.parts.why_no_room = self.room.why_not

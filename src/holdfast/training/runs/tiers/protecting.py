@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.base.interrupts import GUARD, start_thread
-from holdfast.base.ports.store import Store
 from holdfast.base.types.events import StepProtected
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
@@ -29,8 +28,8 @@ from holdfast.core.format.names import rank_of_pack
 from holdfast.errors import CheckpointError, UnavailableError, first_three
 from holdfast.stored.peers.parity_files import attempt_of
 from holdfast.stored.peers.safety import pack_keys
-from holdfast.training.coordination.job import Job
-from holdfast.training.runs.removal.pins import Pins, StepPin
+from holdfast.training.runs.removal.pins import StepPin
+from holdfast.training.runs.run_parts import RunParts
 from holdfast.training.runs.step_request import StepRequest
 from holdfast.training.runs.tiers.drain_facts import manifest_in
 from holdfast.training.saving.handle import SaveHandle
@@ -103,19 +102,17 @@ class PeerGroup:
 class Protecting:
     """The thread of one rank that has steps protected."""
 
-    def __init__(self, job: Job, group: PeerGroup, near: Store, pins: Pins, dispatcher: EventDispatcher) -> None:
+    def __init__(self, group: PeerGroup, parts: RunParts, dispatcher: EventDispatcher) -> None:
         """Start no thread yet.
 
         Args:
-            job: The ranks.
             group: How the nodes protect each other.
-            near: The store of all nodes.
-            pins: What garbage collection of the near tier leaves alone.
+            parts: The parts of saves into the store of all nodes.
             dispatcher: Passes events to observers.
         """
         self._dispatcher = dispatcher
-        self._job, self._group, self._near, self._pins = job, group, near, pins
-        self._is_first = job.comm.rank == 0
+        self._job, self._group, self._near, self._parts = parts.job, group, parts.store, parts
+        self._is_first = self._job.comm.rank == 0
         self._wake = threading.Event()  # Set under GUARD, as that of the drain.
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -181,12 +178,12 @@ class Protecting:
     def _pin(self, name: StepAndDigest) -> None:
         if self._is_first and name not in self._pinned:
             pin = self._pinned[name] = StepPin(name[0], is_drain=True)
-            self._pins.pin(pin, None)
+            self._parts.pins.pin(pin, None)
 
     def _unpin(self, name: StepAndDigest) -> None:
         pin = self._pinned.pop(name, None)
         if pin is not None:
-            self._pins.unpin(pin, is_committed=True)
+            self._parts.pins.unpin(pin, is_committed=True)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -306,6 +303,7 @@ class Protecting:
         for name in ends if error is not None else self._older:
             if error is not None or name != newest:
                 self._unpin(name)
+        self._parts.collect_soon()  # The collection after the commit found the older step pinned.
         for name, handle in ended:
             _end_handle(handle, ends[name])
 

@@ -1,0 +1,53 @@
+"""Steps that the nodes of peers protect: when the step before one of them is collected."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+from holdfast._face import wiring
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.stores.local import LocalStore
+from holdfast.policies import EveryNSteps
+from holdfast.settings import Settings
+from holdfast.training.runs.tiers.near import NearPlace
+from holdfast.training.runs.tiers.protecting import PeerGroup
+from tests.support.forked_processes import await_within
+from tests.support.server_folders import steps_in
+
+SETTINGS = Settings(collect_grace_seconds=0.0)
+LOOK_SECONDS = 0.5
+"""Longer than the collection after a commit takes to look, and to find nothing that may go."""
+
+
+def test_a_step_goes_once_the_next_one_is_protected_and_not_with_the_step_after(tmp_path: Path) -> None:
+    may_end = threading.Event()
+    may_end.set()
+
+    def protect(attempt: str, packs: dict[str, dict[str, int]]) -> None:
+        assert may_end.wait(30.0)
+
+    group = PeerGroup(
+        own="a",
+        node_of_rank=("a",),
+        group_of={"a": ("a", "b")},
+        timeout_seconds=30.0,
+        protect=protect,
+        require_agent=None,
+        note_replicated=lambda: None,
+    )
+    near = NearPlace(LocalStore(tmp_path / "near", settings=SETTINGS), EveryNSteps(1), 1, peers=group)
+    root = LocalStore(tmp_path / "root", settings=SETTINGS)
+    with CheckpointManager.over(root, wiring.saving_job(False, SETTINGS, root.url), near=near) as run:
+        run.save(1, {"w": torch.ones(1000)}, near_only=True).wait("replicated")
+        may_end.clear()
+        second = run.save(2, {"w": torch.ones(1000)}, near_only=True)
+        second.wait("near")
+        assert not may_end.wait(LOOK_SECONDS)
+        assert steps_in(tmp_path / "near") == [1, 2], "nothing protects the second step yet"
+        may_end.set()
+        second.wait("replicated")
+        await_within(30.0, lambda: steps_in(tmp_path / "near") == [2])
+        run.close(wait=False)
