@@ -19,9 +19,9 @@ from functools import cache
 from typing import NamedTuple
 
 from holdfast.base.types.epoch import Fence
-from holdfast.core.plan import keepers
-from holdfast.core.plan.keepers import Admission, Answer, Kept, Mark, NoManifest, PutOutcome
 from holdfast.errors import CheckpointError
+from tests.property.peers import keepers_rules as keepers
+from tests.property.peers.keepers_rules import Admission, Answer, Kept, Mark, NoManifest, PutOutcome
 
 LOST = -1
 NONE: frozenset[Kept] = frozenset()

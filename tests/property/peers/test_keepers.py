@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.base.types.epoch import Fence
-from holdfast.core.plan import keepers
-from holdfast.core.plan.keepers import Admission, Answer, Kept, Mark, NoManifest, PutOutcome
 from holdfast.errors import ConflictError, UnavailableError
+from tests.property.peers import keepers_rules as keepers
 from tests.property.peers.keepers_model import Budget, Model, Rules, Violation, World, check, first_world, search
+from tests.property.peers.keepers_rules import Admission, Answer, Kept, Mark, NoManifest, PutOutcome
 from tests.property.states import examples
 
 EXAMPLES = int(os.environ.get("PEER_EXAMPLES", examples(40)))

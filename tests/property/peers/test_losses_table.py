@@ -51,6 +51,8 @@ def test_the_page_has_the_table() -> None:
         sizes = sorted({len(members) for members in groups})
         shares = " | ".join(f"{share(groups, lost):.1%}" for lost in (1, 2, 3))
         named = "default" if group is None else f"`group={group}`"
-        lines.append(f"| {nodes:,} | {named}: {' or '.join(map(str, sizes))} | {shares} | {1 + 1 / (sizes[0] - 1):.2f} shares |")
+        lines.append(
+            f"| {nodes:,} | {named}: {' or '.join(map(str, sizes))} | {shares} | {1 + 1 / (sizes[0] - 1):.2f} shares |"
+        )
     table = "\n".join(lines)
     assert table in PAGE.read_text(), f"expected in {PAGE}:\n{table}"
