@@ -123,6 +123,7 @@ def peers_at(tier: Tier, root: Store, settings: Settings, job: Job) -> PeerPlace
         own=own.node,
         node_of_rank=tuple(each.node for each in statements),
         group_of=roster.group_of,
+        node_share=roster.grouping.node_share,
         timeout_seconds=tier.protect_timeout_seconds,
         protect=partial(_protect, agent, tier) if leads else None,
         require_agent=starter.require if starter is not None else None,

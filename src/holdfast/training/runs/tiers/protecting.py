@@ -61,6 +61,9 @@ class PeerGroup:
     group_of: Mapping[str, tuple[str, ...]]
     """By node, the nodes of its group, in the order that all of them use."""
 
+    node_share: float
+    """The part of the bytes of a step that each node takes, with parity."""
+
     timeout_seconds: float
     """Longest time for one step."""
 
@@ -78,12 +81,6 @@ class PeerGroup:
     def nodes(self) -> int:
         """Nodes of the job."""
         return len(self.group_of)
-
-    @property
-    def node_share(self) -> float:
-        """The part of the bytes of a step that each node takes, with parity, if all shares are equal."""
-        smallest = min(map(len, self.group_of.values()))
-        return (1.0 + (1.0 / (smallest - 1) if smallest > 1 else 0.0)) / self.nodes
 
     def packs_of(self, manifest: Manifest) -> dict[str, dict[str, dict[str, int]]]:
         """Return the packs of a step and of the older steps that it refers to: by attempt, node of the group, and key.

@@ -33,6 +33,7 @@ def test_a_step_goes_once_the_next_one_is_protected_and_not_with_the_step_after(
         own="a",
         node_of_rank=("a",),
         group_of={"a": ("a", "b")},
+        node_share=1.0,
         timeout_seconds=30.0,
         protect=protect,
         require_agent=None,

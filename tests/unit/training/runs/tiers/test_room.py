@@ -51,12 +51,15 @@ def test_a_step_takes_its_share_of_a_node_and_the_parity_there(tmp_path: Path, m
 def test_steps_that_fail_for_an_earlier_failure_do_not_make_its_message_longer(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 4)
     room, why = NearRoom(nodes.at(0), None, None, nodes.stores["node-0"]), "node-3 does not answer"
-    nodes.stores["node-3"].is_silent = True
+    others = [nodes.stores[name] for name in ("node-1", "node-2", "node-3")]
+    for each in others:
+        each.is_silent = True
     for _ in range(3):
         ended = Future[SaveReport]()
         ended.set_exception(UnavailableError(why))
         room.note_end(ended)
         why = f"step 18 is for the near tier alone, and {room.why_not(0)}"
     assert room.why_not(0) == "the near tier fails: node-3 does not answer"
-    nodes.stores["node-3"].is_silent = False
+    for each in others:
+        each.is_silent = False
     assert room.why_not(0) == ""
