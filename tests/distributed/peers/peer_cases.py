@@ -25,7 +25,7 @@ from holdfast.training.saving.handle import SaveHandle
 from tests.support.forked_processes import write_whole
 from tests.support.gloo_worlds import World
 
-STEPS = 400
+STEPS = 300
 """Most steps of a training."""
 
 NEAR_EVERY, ROOT_EVERY = 2, 10

@@ -157,9 +157,10 @@ class Run:
             await_(lambda: life.has_ended, said=life.said)
         assert life.newest("loss") == last_step, life.said()
         await_(lambda: not agents_below(str(self.memory)))
-        assert steps_in(self.root)[-1] == life.newest("replicated"), life.said()
+        newest = steps_in(self.root)[-1]
+        assert newest == life.newest("replicated"), life.said()
         assert not [*self.memory.glob("*/step-*"), *self.memory.glob("*/parity/*")], life.said()
-        assert list(holdfast.open_checkpoint(self.root).verify()) == []
+        assert list(holdfast.open_checkpoint(self.root / f"step-{newest:012d}").verify()) == []
 
 
 @contextmanager

@@ -31,6 +31,8 @@ SURVIVOR_SECONDS = 0.3
 """How long the ranks of the other nodes go on at most."""
 
 STEPS_WITHOUT_AGENT = 50
+STEPS_LEFT = 150
+"""Steps that a training must still have before the next loss."""
 
 pytestmark = [
     pytest.mark.long,
@@ -81,7 +83,6 @@ def _agent(run: Run) -> None:
         with no_agent(run, node):
             first = life.newest("loss")
             await_(lambda: life.newest("loss") >= first + STEPS_WITHOUT_AGENT, said=life.said)
-            assert life.newest("root") > first, life.said()
         last = life.newest("loss")
         await_(lambda: life.newest("near", "replicated") > last, said=life.said)
         run.lose(life, other)
@@ -136,8 +137,12 @@ def test_no_replicated_step_is_lost_and_all_losses_are_equal(
     seed = int(os.environ.get("CAMPAIGN_SEED") or random.randrange(2**32))
     print(f"seed {seed}")
     chance = random.Random(seed)
-    run = Run(tmp_path, memory, whole, chance)
+    run, runs = Run(tmp_path / "run-0", memory / "run-0", whole, chance), 0
     for kind in (kind for _ in range(ROUNDS) for kind in chance.sample([*KINDS], len(KINDS))):
+        if run.replicated > STEPS - STEPS_LEFT:
+            run.end()
+            runs += 1
+            run = Run(tmp_path / f"run-{runs}", memory / f"run-{runs}", whole, chance, counts=run.counts)
         began = time.monotonic()
         KINDS[kind](run)
         run.counts[f"lost: {kind}"] += 1
