@@ -51,6 +51,7 @@ class NodeAgent:
     def run(self) -> None:
         """Serve until no job needs the folder any more."""
         with agent_lock(self._folder.url):
+            earlier = read_roster(self._folder) if self._request["awaits_roster"] else None
             run = quote(self._request["root"], safe="/:@")
             credentials = Credentials(run, self._secret, self._node)
             host, port = self._request["host"], self._request["port"]
@@ -61,22 +62,27 @@ class NodeAgent:
                 raise
             try:
                 self._note(Serving(os.getpid(), *server.address))
-                self._watch()
+                self._watch(earlier)
             finally:
                 server.close()
 
     def _note(self, serving: Serving) -> None:
         self._folder.put(SERVING_FILE, json.dumps(asdict(serving)).encode(), durable=False)
 
-    def _watch(self) -> None:
-        """Watch as the agent of any near tier does, under the newest roster of the folder."""
-        came, seen, ended = self._clock.monotonic_seconds(), None, None
-        while (roster := read_roster(self._folder)) is not None or ended is None:
-            if roster == ended is not None:
+    def _watch(self, earlier: Roster | None) -> None:
+        """Watch as the agent of any near tier does, under the newest roster of the folder.
+
+        Args:
+            earlier: The roster of an earlier job: the job that has started this process puts another one.
+        """
+        came, seen, ended = self._clock.monotonic_seconds(), earlier, earlier
+        while True:
+            roster = read_roster(self._folder)
+            if ended is not earlier and roster in (None, ended):
                 return  # The watch has ended, and no job has come since.
             if roster != seen:
                 came, seen = self._clock.monotonic_seconds(), roster
-            near = None if roster is None else self._near_of(roster)
+            near = None if roster in (None, earlier) else self._near_of(roster)
             if near is None or not has_job_file(near):
                 if self._clock.monotonic_seconds() - came > self._request["orphan_seconds"]:
                     return

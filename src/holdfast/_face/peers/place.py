@@ -105,12 +105,13 @@ def peers_at(tier: Tier, root: Store, settings: Settings, job: Job) -> PeerPlace
     secret = _secret_of(statements, job)
     folder = near_folder_at(node_folder(url, own.node), settings)
     command = partial(_command, tier, root, settings, own, folder.url)
+    first_command = partial(command, awaits_roster=True)
 
     def serve() -> bytes:
         port = _port_of_environment()
         write_secret(folder.url, secret)
         member = Member(own.node, own.domain, own.address, port)
-        return msgspec.json.encode(_await_agent(folder, member, root.url, secret, command, job.clock))
+        return msgspec.json.encode(_await_agent(folder, member, root.url, secret, first_command, job.clock))
 
     answers = _together(job, serve if leads else bytes)
     members = tuple(msgspec.json.decode(each, type=Member) for each in answers if each)
@@ -255,7 +256,16 @@ def _port_of_environment() -> int:
     return int(text)
 
 
-def _command(tier: Tier, root: Store, settings: Settings, own: _Statement, folder: str, port: int) -> Sequence[str]:
+def _command(
+    tier: Tier,
+    root: Store,
+    settings: Settings,
+    own: _Statement,
+    folder: str,
+    port: int,
+    *,
+    awaits_roster: bool = False,
+) -> Sequence[str]:
     request = {
         "url": str(tier.path),
         "node": own.node,
@@ -263,6 +273,7 @@ def _command(tier: Tier, root: Store, settings: Settings, own: _Statement, folde
         "root": root.url,
         "host": own.address,
         "port": port,
+        "awaits_roster": awaits_roster,
         "orphan_seconds": tier.orphan_seconds,
         "linger_seconds": tier.linger_seconds,
         "settings": asdict(settings),
