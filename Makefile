@@ -7,7 +7,7 @@
 #   make bench   the benchmark (20 to 30 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts
 #   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools, and loads
 #                   through layouts beside plain loads (minutes); ONLY=layouts for these alone
-#   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
+#   make bench-scale   planning, committing and load plans of 16,384 ranks on paper, and 1,000 nodes of peers (minutes)
 #   make bench-stores   saves to an object store and loads from it, beside its bare client and DCP's ways, on Ceph, which
 #                   it installs and starts (25 minutes, 16 GiB of memory); QUICK=1, ONLY=store_speed for some parts; the
 #                   same command continues after Ctrl-C
@@ -22,7 +22,8 @@
 #                   drains to Ceph, which it installs and starts (15 minutes, 16 GiB of memory); QUICK=1, ONLY=disk or
 #                   ONLY=store
 #   make bench-memory  saves into a near tier in memory beside one copy of the state and a disk, restarts of killed ranks,
-#                   training, memory (10 minutes, nothing beside it); QUICK=1
+#                   training, memory; saves into the memory of peers beside plain sockets, lost and slow nodes (20 minutes,
+#                   nothing beside it); QUICK=1, ONLY=peers_wire,peers_memory for some parts of peers
 #   make page       the page in a real browser, and its times (10 minutes): Playwright and Chromium are installed where
 #                   the machine allows; HOLDFAST_CHROMIUM names another one. QUICK=1
 #   make bench-data   speed of the loader, cost of the data position, and resumes on other ranks beside torchdata,
@@ -162,7 +163,8 @@ page: $(READY)
 
 bench-memory: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,bench]'
-	@QUICK=$(QUICK) $(PY) -m bench.shelf
+	@test -n "$(ONLY)" || QUICK=$(QUICK) $(PY) -m bench.shelf
+	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m bench.peers
 
 bench-scale: $(READY)
 	@$(PY) -m bench.scale

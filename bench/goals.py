@@ -188,6 +188,37 @@ GOALS = (
         1.03,
         1.06,
     ),
+    _more(
+        "protect_vs_limit",
+        "near tier of peers, 4 nodes: time from `near` to `replicated` of plain sockets with one XOR ÷ ours",
+        0.85,
+        0.7,
+    ),
+    _more(
+        "recover_node_vs_limit",
+        "load of a lost node's share: time of plain sockets with one XOR, copy and hash ÷ ours",
+        0.85,
+        0.7,
+    ),
+    _less("wire_cpu_vs_sockets", "proven reads of 8 MiB, processor time of both ends ÷ plain sockets", 1.12, 1.25),
+    _less("load_with_slow_peer", "load from peers, one of them sends a tenth as fast ÷ all alike", 3, 5),
+    _less(
+        "peers_memory_vs_state",
+        "node of peers in groups of 4: peak of its folder and rank above the state ÷ share",
+        2.8,
+        3,
+    ),
+    _less(
+        "peers_train_slowdown",
+        "time of training steps of 0.5 s with a save into the memory of peers every 2 ÷ without",
+        1.04,
+        1.07,
+    ),
+    _less("all_reduce_slowdown", "time of gloo all-reduces of 64 MiB beside protection under a cap ÷ alone", 1.1, 1.2),
+    _less("peers_all_seconds_1000", "1,000 nodes: list, looks and plans together, seconds", 1.5, 5),
+    _less(
+        "peers_plans_seconds_1000", "1,000 nodes: placement, judging of 8 steps and plan of a drain, seconds", 0.2, 1
+    ),
     _less("run_page_vs_ls", "page over a run of 2,000 steps, first answer ÷ `list_steps`", 1.2, 2),
     _less("refresh_vs_listing", "a poll of this page without news ÷ listing the folders of the root", 2, 5),
     _less("heat_map_16384", "heat map of 16,384 ranks, drawn in Chromium ÷ reading and decoding the reports", 2, 4),

@@ -195,18 +195,17 @@ def paced(folder: Path, bytes_per_second: float) -> Iterator[None]:
         listener.close()
 
 
-def measure(folder: Path, *, quick: bool) -> dict[str, list[Round]]:
-    """Save and kill the ranks once; then load in new ranks: from peers, and the share of a lost node."""
-    rounds: dict[str, list[Round]] = {}
+def measure(part: Part, params: Params, folder: Path) -> Measured:
+    """Save and kill the ranks; then load in new ranks: all rounds in one job, or a job for each loss of a node."""
     with memory_of_nodes():
         os.environ[ROOT] = str(folder / "root")
         with suppress(SystemExit):  # The job says that its ranks have failed.
-            job.run(SAVED, SAVED.quick if quick else SAVED.full, folder / "job")
-        rounds[SLOW.name] = job.run(SLOW, SLOW.quick if quick else SLOW.full, folder / "job").rounds
-        rounds[RECOVERED.name] = []
-        sizes = RECOVERED.quick if quick else RECOVERED.full
-        for number in range(sizes["rounds"]):
+            job.run(SAVED, params, folder / "job")
+        if part is SLOW:
+            return job.run(part, params, folder / "job")
+        rounds: list[Round] = []
+        for number in range(params["rounds"]):
             end_agent(folder_of(LOST))
             shutil.rmtree(folder_of(LOST))
-            rounds[RECOVERED.name] += job.run(RECOVERED, {**sizes, "number": number}, folder / "job").rounds
-    return rounds
+            rounds += job.run(part, {**params, "number": number}, folder / "job").rounds
+        return Measured(rounds, [])

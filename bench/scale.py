@@ -381,6 +381,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.scale", description=__doc__)
     parser.add_argument("--ranks", type=int, help="only the dense job, at so many ranks (a multiple of 128)")
     parser.add_argument("--redo", action="store_true", help="only what comes to a rank that redoes a log")
+    parser.add_argument("--peers", action="store_true", help="only what is asked of 1,000 nodes of peers")
     parser.add_argument("--json", action="store_true", help="print the keys as JSON instead of a table")
     parser.add_argument("--root", type=Path, default=ROOT, help="where the files of the job lie meanwhile")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file that takes the keys")
@@ -394,6 +395,13 @@ def main() -> None:
         return
     if arguments.plan is not None:
         print(json.dumps(load_planned(arguments.root, targets(arguments.ranks)[arguments.plan])))
+        return
+    if arguments.peers:
+        from bench.peers_on_paper import measured as peers_measured
+
+        peers = peers_measured()
+        write(arguments.results, peers)
+        print(json.dumps(peers, indent=1))
         return
     jobs = [dense(ranks) for ranks in ((arguments.ranks,) if arguments.ranks else RANKS)]
     if arguments.redo:
@@ -415,16 +423,17 @@ def main() -> None:
         # The number of ranks does not change these.
         # Here and not at the top: it imports torch, and the peaks that other processes state would hold it.
         from bench.connections import announced_step_calls, connections_per_rank
+        from bench.peers_on_paper import measured as peers_measured
 
-        keys |= connections_per_rank() | announced_step_calls()
+        keys |= connections_per_rank() | announced_step_calls() | peers_measured()
     write(arguments.results, keys)
     if arguments.json:
         print(json.dumps(keys, indent=1))
     else:
         show([*(job.name for job in jobs), f"packs cut, {largest.world_size}"], [*found, cut], dense_jobs)
         for key in keys:
-            if key.startswith(("connections", "announced")):
-                print(f"{key:58}{keys[key]:,.0f}")
+            if key.startswith(("connections", "announced", "peers")):
+                print(f"{key:58}{keys[key]:,.4g}")
 
 
 if __name__ == "__main__":
