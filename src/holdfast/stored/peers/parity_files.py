@@ -128,7 +128,9 @@ def protect(
         upload = group[own].upload(xor_key, total_bytes, WINDOW_BYTES, folders_durable=False)
         memory = allocate_aligned(min(total_bytes, WINDOW_BYTES))
         try:
-            for start, part in xor_windows(pulls, total_bytes, memory, read):
+            for start, part in xor_windows(
+                pulls, total_bytes, lambda start, stop: upload.room(start, stop - start) or memory[: stop - start], read
+            ):
                 upload.write(start, part)
             upload.complete()
         except BaseException:
@@ -143,28 +145,34 @@ def protect(
 def xor_windows(
     inputs: Sequence[ParityInput],
     total_bytes: int,
-    memory: memoryview,
+    room: Callable[[int, int], memoryview],
     read: Callable[[ParityInput, memoryview], None],
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield the XOR of some ranges a window at a time: start and bytes, which are valid until the next window.
+    """Fill memory with the XOR of some ranges, a window at a time; yield start and memory of each window.
 
     Args:
         inputs: The ranges, each with a place in the whole.
         total_bytes: Bytes of the whole.
-        memory: Memory for a window.
+        room: Returns memory for the bytes from a start to a stop.
         read: Reads one range into memory of its length.
     """
-    scratch = allocate_aligned(memory.nbytes)
-    for start in range(0, total_bytes, memory.nbytes):
-        stop = min(start + memory.nbytes, total_bytes)
-        window = memory[: stop - start]
-        window[:] = bytes(window.nbytes)
+    scratch = allocate_aligned(min(max(total_bytes, 1), WINDOW_BYTES))
+    for start in range(0, total_bytes, WINDOW_BYTES):
+        stop = min(start + WINDOW_BYTES, total_bytes)
+        window, filled = room(start, stop), 0
         for each in inputs:
-            first, last = max(each.at, start), min(each.at + each.stop - each.start, stop)
+            first, last = max(each.at, start) - start, min(each.at + each.stop - each.start, stop) - start
             if first < last:
-                begin, part = each.start + first - each.at, scratch[: last - first]
-                read(replace(each, start=begin, stop=begin + last - first, at=first - start), part)
-                xor_into(window, first - start, part)
+                # The first bytes of a place go there at once: no zeros and no XOR.
+                is_alone, begin = first >= filled, each.start + start + first - each.at
+                part = window[first:last] if is_alone else scratch[: last - first]
+                read(replace(each, start=begin, stop=begin + last - first, at=first), part)
+                end = first if is_alone else max(filled, last)
+                window[filled:end] = bytes(end - filled)
+                if not is_alone:
+                    xor_into(window, first, part)
+                filled = max(filled, last)
+        window[filled:] = bytes(stop - start - filled)
         yield start, window
 
 
@@ -289,7 +297,6 @@ def rebuild_into(
             raise UnavailableError(f"{key}: cannot be rebuilt: {error}") from error
 
     target = buffer.cast("B") if buffer.nbytes else buffer
-    memory = allocate_aligned(min(max(stop - start, 1), WINDOW_BYTES))
-    for at, part in xor_windows(inputs, stop - start, memory, read):
-        target[at : at + part.nbytes] = part
+    for _ in xor_windows(inputs, stop - start, lambda first, last: target[first:last], read):
+        pass
     return group.table.nodes[group.number]
