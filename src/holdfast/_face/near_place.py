@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from holdfast.core.engine.memory_limits import memory_domains
 from holdfast.errors import InvalidError
 from holdfast.policies import Tier
 from holdfast.settings import Differential, Settings
-from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.job import Job, error_text
 from holdfast.training.runs.tiers.near import NearPlace
 from holdfast.training.runs.tiers.protecting import PeerGroup
 
@@ -75,8 +76,12 @@ def near_at(
 
 
 def _peers(tier: Tier, root: Store, settings: Settings, job: Job) -> NearPlace:
-    # Imported here: the wire needs h11, of the extra `agent`.
-    from holdfast._face.peers.place import peers_at
+    try:
+        from holdfast._face.peers.place import peers_at  # The wire needs h11, of the extra `agent`.
+    except InvalidError as error:
+        # The other ranks, whose nodes have h11, wait for the statement of this one.
+        job.comm.all_gather(json.dumps({"error": error_text(error)}).encode())
+        raise
 
     if not wiring.is_named_by_url(root):
         raise InvalidError(

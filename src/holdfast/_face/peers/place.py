@@ -16,6 +16,7 @@ import os
 import platform
 import signal
 import socket
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -70,6 +71,9 @@ class _Statement(msgspec.Struct):
     address: str = ""
     secret: str = ""
     """Hexadecimal digits; empty if the folder has none."""
+
+    is_given: bool = False
+    """Whether the secret is that of a file that the user names."""
 
     roster: Roster | None = None
     error: str | None = None
@@ -168,18 +172,29 @@ def _fill(own: _Statement, url: str, root: Store, settings: Settings) -> None:
     own.torch_node = "" if os.environ.get("HOLDFAST_NODE") else os.environ.get("GROUP_RANK", "")
     own.address = _own_address()
     path = node_folder(url, own.node)
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    status = os.stat(path)
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise InvalidError(
-            f"{path}: belongs to user {status.st_uid} with mode {status.st_mode & 0o777:04o}; expected user "
-            f"{os.geteuid()} and mode 0700, since the folder holds the secret of the run. chmod 700 {path}"
-        )
+    _make_private(path)
     given = os.environ.get("HOLDFAST_SECRET_FILE")
+    own.is_given = bool(given)
     own.secret = (_given_secret(given) if given else read_secret(path)).hex()
     with suppress(CorruptError):
         roster = read_roster(near_folder_at(path, settings))
         own.roster = roster if roster is not None and roster.run == root.url else None
+
+
+def _make_private(path: str) -> None:
+    """Make the folder of a node, and refuse a folder that another user may look into, or put in the place of ours."""
+    above = os.path.dirname(path)
+    os.makedirs(above, mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        os.mkdir(path, mode=0o700)
+    for folder, users, forbidden in ((above, (os.geteuid(), 0), 0o022), (path, (os.geteuid(),), 0o077)):
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid not in users or status.st_mode & forbidden:
+            raise InvalidError(
+                f"{folder}: is no folder, or belongs to user {status.st_uid} with mode {status.st_mode & 0o7777:04o}; "
+                f"expected a folder of user {os.geteuid()} with mode 0700, since the secret of the run is there. "
+                f"Nothing was touched. chmod 700 {folder}, or choose another folder"
+            )
 
 
 def _given_secret(path: str) -> bytes:
@@ -204,7 +219,13 @@ def _given_secret(path: str) -> bytes:
 
 def _secret_of(statements: Sequence[_Statement], job: Job) -> bytes:
     """Return the secret of the run: the one of a file, else the one that most folders have, else a new one."""
-    held = sorted(each.secret for each in statements if each.secret)
+    given = sorted({(each.secret, each.node) for each in statements if each.is_given})
+    if len({secret for secret, _ in given}) > 1:
+        raise InvalidError(
+            f"HOLDFAST_SECRET_FILE: nodes {given[0][1]!r} and {given[-1][1]!r} have different secrets; expected one "
+            "file for all. Copy the file to each node"
+        )
+    held = [secret for secret, _ in given] or sorted(each.secret for each in statements if each.secret)
     if held:
         return bytes.fromhex(max(held, key=held.count))
     fresh = job.clock.random_bytes(SECRET_BYTES) if job.comm.rank == 0 else None
