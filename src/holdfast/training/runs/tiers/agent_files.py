@@ -18,7 +18,7 @@ from holdfast.errors import CheckpointError, ConflictError
 from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process, this_process
 
 LOCK_FILE, STATUS_FILE, LOG_FILE, JOB_FILE = "agent.lock", "agent.json", "agent.log", "job.json"
-SERVING_FILE = "serving.json"
+SERVING_FILE, JOB_LOCK_FILE = "serving.json", "job.lock"
 """Names in the folder of the near tier. The process that holds the lock of the first is the agent."""
 
 _JOB_BYTES_MAX = 1 << 16
@@ -173,10 +173,29 @@ def agent_lock(near: str) -> Iterator[None]:
         os.close(fd)
 
 
+def hold_job_lock(folder: str) -> int:
+    """Show the agent of a node that a job lives there, until the descriptor is closed or the process is dead.
+
+    Several processes may. The agent of a node cannot see the process in `job.json`, which is on the host of rank 0.
+    """
+    fd = os.open(os.path.join(folder, JOB_LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_SH)  # Waits for an agent that looks: a moment.
+    return fd
+
+
+def has_job_lock(folder: str) -> bool:
+    """Return whether a process of a job holds the lock of a node."""
+    return _is_locked(os.path.join(folder, JOB_LOCK_FILE))
+
+
 def is_agent_running(near: str) -> bool:
     """Return whether a process is the agent of a near tier."""
+    return _is_locked(os.path.join(near, LOCK_FILE))
+
+
+def _is_locked(path: str) -> bool:
     try:
-        fd = os.open(os.path.join(near, LOCK_FILE), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

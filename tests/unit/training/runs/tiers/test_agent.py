@@ -24,7 +24,7 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError, Missin
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.training.runs.tiers.agent import Agent, AgentStarter, Patience, run_agent
-from holdfast.training.runs.tiers.agent_files import LOCK_FILE, agent_lock, is_agent_running
+from holdfast.training.runs.tiers.agent_files import LOCK_FILE, agent_lock, has_job_lock, is_agent_running
 from holdfast.training.runs.tiers.offline_drain import NearDrain
 from tests.support.server_folders import steps_in
 from tests.unit.training.runs.tiers.agent_runs import SETTINGS, Run, await_, ended, run_in_memory, state_of
@@ -186,6 +186,24 @@ def test_the_lock_is_free_after_its_holder(tmp_path: Path) -> None:
     with agent_lock(str(tmp_path)):
         assert is_agent_running(str(tmp_path))
     assert not is_agent_running(str(tmp_path)) and (tmp_path / LOCK_FILE).exists()
+
+
+def test_the_lock_of_a_job_is_held_until_the_last_of_its_processes_is_dead(tmp_path: Path) -> None:
+    assert not has_job_lock(str(tmp_path))
+    hold = (
+        "import sys, time; from holdfast.training.runs.tiers.agent_files import hold_job_lock; "
+        "hold_job_lock(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path)]
+    jobs = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    for job in jobs:
+        assert job.stdout is not None and job.stdout.readline() == b"held\n"
+    for job in jobs:
+        assert has_job_lock(str(tmp_path))
+        job.kill()
+        job.communicate()
+    assert not has_job_lock(str(tmp_path))
+    assert (tmp_path / "job.lock").stat().st_mode & 0o777 == 0o600
 
 
 def test_the_command_shows_the_status(run: Run) -> None:
