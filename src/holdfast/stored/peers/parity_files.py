@@ -23,7 +23,7 @@ from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.format.names import is_attempt_folder, is_pack_name, step_of_folder
 from holdfast.core.format.sealed_json import decode_sealed, header, sealed
 from holdfast.core.plan.parity import PackStream, ParityInput, Stripe, xor_into
-from holdfast.errors import CorruptError, MissingError, UnavailableError
+from holdfast.errors import CorruptError, MissingError, UnavailableError, first_three
 from holdfast.settings import MIB
 
 PARITY_FOLDER, PARITY_FILE = "parity/", "xor"
@@ -97,25 +97,33 @@ def protect(
         group: The folders of the nodes, by name, in the order that all of them use.
         own: The name of this node.
         attempt: The prefix of the attempt, whose manifest is published.
-        packs: The packs that each node of the group wrote, with their bytes.
+        packs: Packs of each node of the group that must be protected, with their bytes.
         bytes_per_second: Most bytes that are read a second; None for as many as there come.
         pause: Waits for some seconds after each read of a window.
     Raises:
         UnavailableError: A node does not answer or has other packs, or this node has no room. Older parity stays.
     """
     nodes, stores = tuple(group), [*group.values()]
-    table = ParityTable(nodes.index(own), nodes, tuple(dict(packs[name]) for name in nodes))
-    total_bytes, pulls = table.stripe.parity_bytes(table.number), table.stripe.pulls(table.number)
     keys = table_key, xor_key = parity_keys(attempt)
     with suppress(MissingError, CorruptError):
-        if read_table(group[own], attempt) == table and (not total_bytes or group[own].size(xor_key) == total_bytes):
-            return total_bytes
-    for name, store, expected in zip(nodes, stores, table.packs, strict=True):
-        if (found := packs_at(store, attempt)) != expected:
+        kept = read_table(group[own], attempt)
+        has_all = kept.nodes == nodes and all(
+            packs[name].items() <= there.items() for name, there in zip(nodes, kept.packs, strict=True)
+        )
+        kept_bytes = kept.stripe.parity_bytes(kept.number)
+        if has_all and nodes[kept.number] == own and (not kept_bytes or group[own].size(xor_key) == kept_bytes):
+            return kept_bytes
+    listed = [packs_at(store, attempt) for store in stores]
+    for name, store, there in zip(nodes, stores, listed, strict=True):
+        if lacking := packs[name].items() - there.items():
             raise UnavailableError(
-                f"{store.url}/{attempt}: node {name} has {len(found)} packs of {sum(found.values())} bytes; expected "
-                f"{len(expected)} of {sum(expected.values())}. The step stays without parity; the next one gets parity"
+                f"{store.url}/{attempt}: node {name} lacks {len(lacking)} of {len(packs[name])} packs, or has them in "
+                f"another size: {first_three(sorted(key for key, _ in lacking))}. Expected all. The step stays without "
+                "parity; the next one gets parity"
             )
+    # All packs that are there, not only those that are asked for: a later step may refer to the others.
+    table = ParityTable(nodes.index(own), nodes, tuple(listed))
+    total_bytes, pulls = table.stripe.parity_bytes(table.number), table.stripe.pulls(table.number)
     group[own].delete(keys)  # An earlier call may have died in between.
 
     def read(pull: ParityInput, part: memoryview) -> None:

@@ -299,8 +299,28 @@ def test_parity_outlives_a_node_that_is_protected_again(tmp_path: Path) -> None:
         assert protect(dict(nodes.stores), name, ATTEMPT, nodes.packs) == 15_000
     assert read(nodes.at(0), [*packs][2]) == [*packs.values()][2]
     (tmp_path / "node-1" / parity_keys(ATTEMPT)[1]).unlink()
-    with pytest.raises(UnavailableError, match="node-2 has 0 packs of 0 bytes; expected 1 of 30000"):
+    with pytest.raises(UnavailableError, match="node node-2 lacks 1 of 1 packs"):
         nodes.protect()
+
+
+def test_parity_is_of_all_packs_although_a_later_step_needs_some(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    packs = nodes.put_packs([30_000] * 3)
+    needed = {
+        name: dict(list(of_node.items())[:1]) if name == "node-1" else {} for name, of_node in nodes.packs.items()
+    }
+    nodes.stores["node-1"].put(extra := [*packs][1].replace(".safetensors", "-1.safetensors"), bytes(range(200)))
+    for name in nodes.stores:
+        protect(dict(nodes.stores), name, ATTEMPT, needed)
+    tables = [(tmp_path / name / parity_keys(ATTEMPT)[0]).read_bytes() for name in nodes.stores]
+    nodes.packs["node-1"][extra] = 200
+    for name in nodes.stores:
+        protect(dict(nodes.stores), name, ATTEMPT, nodes.packs)
+    assert [(tmp_path / name / parity_keys(ATTEMPT)[0]).read_bytes() for name in nodes.stores] == tables, (
+        "whole already"
+    )
+    nodes.lose(1)
+    assert read(nodes.at(0), [*packs][1]) == [*packs.values()][1]
 
 
 def test_parity_leaves_the_network_to_others(tmp_path: Path) -> None:

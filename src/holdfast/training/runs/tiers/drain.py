@@ -143,6 +143,11 @@ class Drain:
                 return
         _end_handle(handle, self._ends.get(name, undrained(name[0], "the drain has ended")))
 
+    @property
+    def has_earlier(self) -> bool:
+        """Whether a step that an earlier job left near waits for the drain."""
+        return not self.has_adopted or any(name in self._due for name in list(self._earlier))
+
     def look_at_tags(self) -> None:
         """Drain the steps that have a tag, soon. Only rank 0 looks."""
         if self._is_first:

@@ -96,7 +96,7 @@ class NearTier:
         """
         run = state.home.store
         assert isinstance(run, TwoRoots), "a near tier makes two places"
-        _require_seen(job, run)
+        self._job_nonce = _require_seen(job, run)
         self._place, self._job, self._run, self._root = place, job, run, root
         self.parts = RunParts(job, place.store, AnyOf(LatestN(place.keep_last), Tagged()), state, tier="near")
         """The parts of saves into the near tier."""
@@ -119,13 +119,11 @@ class NearTier:
         self._agent = (
             AgentStarter(place.store.url, place.agent, job.clock) if place.agent and job.comm.rank == 0 else None
         )
-        self._job_nonce = ""
-        if job.comm.rank == 0:
-            self._job_nonce = note_job(place.store, job.clock, job.settings.lease_seconds)
         self._protecting: Protecting | None = None
         if place.peers is not None:
-            self.parts.replicates = True
-            self._protecting = Protecting(place.peers, self.parts, dispatcher)
+            self.parts.replicates = place.peers.protects
+            self._protecting = Protecting(place.peers, self.parts, dispatcher, lambda: not self.drain.has_earlier)
+            self._protecting.start()
         self.parts.may_collect = lambda: self.drain.has_adopted
         self.parts.on_commit = self._note_commit
         self.parts.why_no_room = self.room.why_not
@@ -133,7 +131,7 @@ class NearTier:
     def watch(self, handle: SaveHandle, request: StepRequest, *, is_due: bool) -> None:
         """Learn from the end of a save whether the near tier takes steps, and end its handle after the drain."""
         handle.near.add_done_callback(self._note_end)
-        if self._protecting is not None:
+        if self._protecting is not None and self.parts.replicates:
             self._protecting.watch(handle, request)
         if is_due:
             self.drain.watch(handle, request)
@@ -156,7 +154,7 @@ class NearTier:
                     self._job.warn_once(self._place.store.url, f"the agent cannot bring steps to the root: {error}")
             except OSError as error:
                 self._job.warn_once(self._place.store.url, f"no agent could be started: {error}")
-        if self._protecting is not None:
+        if self._protecting is not None and self.parts.replicates:
             self._protecting.note_commit(step, digest)
         self.drain.note_commit(step, digest, is_due)
 
@@ -180,7 +178,7 @@ class NearTier:
 
         try:
             if self._protecting is not None:
-                self._protecting.close(may_wait)
+                self._protecting.close(drains)
             is_whole = self.drain.close(drains)
             if not is_whole and job.process_deadline is not None:
                 # The root is too slow for the grace: its answer to the release must not cost the exit code.
@@ -217,15 +215,21 @@ class NearTier:
             logger.warning("%s: the steps of the earlier job are not drained: %s", place.store.url, error)
 
 
-def _require_seen(job: Job, run: TwoRoots) -> None:
-    """Refuse a folder that is of another run, or that a rank does not see; a collective."""
+def _require_seen(job: Job, run: TwoRoots) -> str:
+    """Refuse a folder that is of another run, or that a rank does not see; a collective.
+
+    Returns:
+        On rank 0, the nonce of the job for the agent; empty beside another living job.
+    """
     own: Exception | None = None
+    nonce = ""
     token, probe = job.nonce.encode(), f"near-probe-{job.nonce}.json"
     if job.comm.rank == 0:
         try:
             require_same_run(run)
             _tell_of_other_near(run)
             run.near.put(probe, token, durable=False)
+            nonce = note_job(run.near, job.clock, job.settings.lease_seconds)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own = error
     _raise_on_all(job, own)
@@ -242,6 +246,7 @@ def _require_seen(job: Job, run: TwoRoots) -> None:
             "for all ranks, on one host or on a shared file system. Nothing was saved. Choose a folder that every rank "
             "sees"
         )
+    return nonce
 
 
 def _tell_of_other_near(run: TwoRoots) -> None:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.base.interrupts import GUARD, start_thread
+from holdfast.base.ports.temporary import TemporaryError
 from holdfast.base.types.events import StepProtected
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
@@ -38,7 +39,8 @@ from holdfast.training.telemetry.dispatcher import EventDispatcher
 logger = logging.getLogger(__name__)
 
 _TOLD_MAX = 1024
-_POLL_SECONDS = 1.0
+_POLL_SECONDS, _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 1.0, 0.005, 0.2
+_END_SECONDS, _VERDICT_SECONDS = 2.0, 5.0
 _KEYS_KEPT = 16
 """Steps whose keys stay in the key-value store for ranks that are late."""
 
@@ -67,15 +69,23 @@ class PeerGroup:
     timeout_seconds: float
     """Longest time for one step."""
 
-    protect: Callable[[str, dict[str, dict[str, int]]], None] | None
-    """Has the agent of the own node make parity of an attempt: of its prefix, and of the packs of each node of the
-    group, by key. None on ranks that do not lead their node."""
+    protect: Callable[[str, dict[str, dict[str, int]], float], None] | None
+    """Has the agent of the own node make parity of an attempt: takes the prefix, the packs of each node of the group by
+    key, and seconds. None on ranks that do not lead their node."""
 
     require_agent: Callable[[], None] | None
     """Starts the agent of the own node again if it is dead. None on ranks that do not lead their node."""
 
+    release: Callable[[], None]
+    """Gives up the lock of the job on the folder of the node."""
+
     note_replicated: Callable[[], None]
     """Told of each replicated step: nodes that are no part of the job need not be asked any more."""
+
+    @property
+    def protects(self) -> bool:
+        """Whether the own node has others that protect it: not if the job has one node."""
+        return len(self.group_of[self.own]) > 1
 
     @property
     def nodes(self) -> int:
@@ -99,19 +109,22 @@ class PeerGroup:
 class Protecting:
     """The thread of one rank that has steps protected."""
 
-    def __init__(self, group: PeerGroup, parts: RunParts, dispatcher: EventDispatcher) -> None:
+    def __init__(
+        self, group: PeerGroup, parts: RunParts, dispatcher: EventDispatcher, may_forget: Callable[[], bool]
+    ) -> None:
         """Start no thread yet.
 
         Args:
             group: How the nodes protect each other.
             parts: The parts of saves into the store of all nodes.
             dispatcher: Passes events to observers.
+            may_forget: Whether no step of an earlier job waits for the drain.
         """
-        self._dispatcher = dispatcher
+        self._dispatcher, self._may_forget = dispatcher, may_forget
         self._job, self._group, self._near, self._parts = parts.job, group, parts.store, parts
         self._is_first = self._job.comm.rank == 0
         self._wake = threading.Event()  # Set under GUARD, as that of the drain.
-        self._is_closing = False
+        self._is_closing = self._is_given_up = False
         self._thread: threading.Thread | None = None
         # Guarded by GUARD: the commit thread adds, the thread here takes.
         self._near_steps: list[StepAndDigest] = []
@@ -135,7 +148,6 @@ class Protecting:
             else:
                 self._near_steps.append((step, digest))
             self._wake.set()
-            self._start()
         self._pin((step, digest))
 
     def note_loaded(self, step: int, digest: str) -> None:
@@ -148,22 +160,21 @@ class Protecting:
 
     def close(self, may_wait: Callable[[], bool]) -> None:
         """Protect what waits, as long as the caller may wait, and end the thread."""
-        thread = self._thread
+        clock, thread = self._job.clock, self._thread
         with GUARD:
             self._is_closing = True
             self._wake.set()
-            if thread is None and self._is_first and self._job.comm.world_size > 1:
-                self._start()  # Other ranks may wait for the next key.
-                thread = self._thread
-        deadline = self._job.clock.monotonic_seconds() + self._group.timeout_seconds
-        while thread is not None and thread.is_alive() and self._job.clock.monotonic_seconds() < deadline:
-            if not may_wait():
-                break
-            thread.join(0.05)
+        deadline = clock.monotonic_seconds() + self._group.timeout_seconds
+        while thread is not None and thread.is_alive() and clock.monotonic_seconds() < deadline and may_wait():
+            thread.join(_PAUSE_SECONDS_MAX)
+        self._is_given_up = True
+        if thread is not None:
+            thread.join(_END_SECONDS)  # A thread that waits for other ranks must not outlive Python.
         with GUARD:
             left, self._handles = self._handles, []
         for name, handle in left:
             handle.end_unreplicated(_unprotected(name[0], "the manager was closed"))
+        self._group.release()
 
     def _watch(self, name: StepAndDigest, handle: SaveHandle) -> None:
         with GUARD:
@@ -182,30 +193,46 @@ class Protecting:
         if pin is not None:
             self._parts.pins.unpin(pin, is_committed=True)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="holdfast-protect", daemon=True)
-            start_thread(self._thread)
+    def start(self) -> None:
+        """Start the thread, which keeps the agent of the node alive."""
+        with GUARD:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="holdfast-protect", daemon=True)
+                start_thread(self._thread)
 
     # ----------------------------------------------------------------------------------------- on the thread
 
     def _work(self) -> None:
-        while True:
+        while not self._is_given_up:
             try:
                 names = self._next_names()
-                if names is None:
-                    return
-                if names:
-                    start = self._job.clock.monotonic_seconds()
-                    error = self._protected(names[-1])
-                    self._end(names, error)
-                    self._tell(names[-1][0], error, self._job.clock.monotonic_seconds() - start)
-                    self._number += 1
-            except Exception as error:  # noqa: BLE001 - the next step may go well
+            except Exception as error:  # noqa: BLE001 - the same number is asked for again
                 self._job.warn_once(self._near.url, f"steps are not protected: {error}")
                 if self._is_closing:
                     return
                 self._job.clock.sleep(_POLL_SECONDS)
+                continue
+            if names is None:
+                return
+            if names:
+                self._protect(names)
+
+    def _protect(self, names: list[StepAndDigest]) -> None:
+        """Have the last of some steps protected, and end all of them. Each number is used once, whatever happens."""
+        start, failure = self._job.clock.monotonic_seconds(), None
+        try:
+            failure = self._protected(names[-1])
+        except Exception as error:  # noqa: BLE001 - the next step may go well
+            failure = _unprotected(names[-1][0], f"{type(error).__name__}: {error}")
+        self._number += 1
+        self._end(names, failure)
+        self._tell(names[-1][0], failure, self._job.clock.monotonic_seconds() - start)
+        try:
+            if failure is None and self._may_forget():
+                self._group.note_replicated()
+            self._parts.collect_soon()  # The collection after the commit found the older step pinned.
+        except Exception as error:  # noqa: BLE001 - as after the next step
+            self._job.warn_once(self._near.url, f"after a step was protected: {error}")
 
     def _next_names(self) -> list[StepAndDigest] | None:
         """Return steps of which the last is protected next, and the others are skipped; None at the end."""
@@ -218,24 +245,40 @@ class Protecting:
             names, self._older = [*self._near_steps], list(self._pinned)
         if not names and not self._is_closing:
             return []
-        if self._is_first:
-            value = json.dumps(names).encode() if names else _END
-            if job.comm.world_size > 1:
-                job.key_value_store.set(key, value, job.settings.commit_timeout_seconds)
-                self._forget(self._number - _KEYS_KEPT)
-        else:
-            try:
-                # Rank 0 names each of these steps. c10d prints a warning for each wait that runs out.
-                (value,) = job.key_value_store.get_many([key], _NAMED_SECONDS if names else _POLL_SECONDS)
-            except TimeoutError:
+        value: bytes | None = json.dumps(names).encode() if names else _END
+        if job.comm.world_size > 1 and self._is_first:
+            # The first text counts: other ranks may have read it although an earlier call has failed.
+            seconds = job.settings.commit_timeout_seconds
+            value = job.key_value_store.compare_set(key, b"", value or _END, seconds)
+            self._forget(self._number - _KEYS_KEPT)
+        elif job.comm.world_size > 1:
+            # Rank 0 names each of these steps.
+            value = self._awaited(key, _NAMED_SECONDS if names else _POLL_SECONDS)
+            if value is None:
                 return None if self._is_closing else []
         if value == _END:
             return None
-        named = [(step, digest) for step, digest in json.loads(value)]
+        named = [(step, digest) for step, digest in json.loads(value or b"[]")]
         with GUARD:
             self._named_early += [each for each in named if each not in self._near_steps]
             self._near_steps = [each for each in self._near_steps if each not in named]
         return named
+
+    def _awaited(self, key: str, seconds: float) -> bytes | None:
+        """Return the value of a key; None if nothing came in time, or if the close waits no longer.
+
+        The thread sleeps between looks: c10d prints a warning for each wait that runs out, and a wait in c10d cannot be
+        ended.
+        """
+        clock, store = self._job.clock, self._job.key_value_store
+        deadline, pause = clock.monotonic_seconds() + seconds, _PAUSE_SECONDS_MIN
+        while not store.present(key):
+            if self._is_given_up or clock.monotonic_seconds() > deadline:
+                return None
+            clock.sleep(pause)
+            pause = min(2 * pause, _PAUSE_SECONDS_MAX)
+        (value,) = store.get_many([key], _POLL_SECONDS)
+        return value
 
     def _require_agent(self) -> None:
         if self._group.require_agent is not None:
@@ -253,36 +296,42 @@ class Protecting:
 
     def _protected(self, name: StepAndDigest) -> CheckpointError | None:
         """Have a step protected; return why it is not, None if each node has its parity."""
-        job, group, number = self._job, self._group, self._number
-        done, store = job.key("protected", number), job.key_value_store
-        start = job.clock.monotonic_seconds()
+        job, group = self._job, self._group
+        done, store, seconds = job.key("protected", self._number), job.key_value_store, group.timeout_seconds
+        deadline = job.clock.monotonic_seconds() + seconds
         if group.protect is not None:
             try:
-                self._ask(name)
-                store.set(f"{done}/{group.own}", b"1", group.timeout_seconds)
-                if store.add(f"{done}/count", 1, group.timeout_seconds) == group.nodes:
-                    store.set(done, b"+", group.timeout_seconds)
+                self._ask(name, deadline)
+                store.set(f"{done}/{group.own}", b"1", seconds)
+                if store.add(f"{done}/count", 1, seconds) == group.nodes:
+                    store.set(done, b"+", seconds)
             except CheckpointError as error:
-                with suppress(CheckpointError, TimeoutError):
-                    store.compare_set(done, b"", f"node {group.own}: {error}".encode("ascii", "replace"), 5.0)
-        left = max(group.timeout_seconds - (job.clock.monotonic_seconds() - start), 0.05)
-        try:
-            (answer,) = store.get_many([done], left)
-        except TimeoutError:
+                store.compare_set(done, b"", f"node {group.own}: {error}".encode("ascii", "replace"), seconds)
+        answer = self._awaited(done, job.seconds_left(deadline))
+        if answer is None and self._is_first:
             lacking = [node for node in group.group_of if not store.present(f"{done}/{node}")]
-            seconds = f"{group.timeout_seconds:g} s"
-            return _unprotected(name[0], f"nodes [{first_three(lacking)}] have not made their parity within {seconds}")
+            text = f"nodes [{first_three(lacking)}] have not made their parity within {seconds:g} s"
+            answer = store.compare_set(done, b"", text.encode("ascii", "replace"), seconds)
+        elif answer is None:
+            answer = self._awaited(done, _VERDICT_SECONDS) or f"no word of rank 0 within {seconds:g} s".encode()
         return None if answer == b"+" else _unprotected(name[0], answer.decode())
 
-    def _ask(self, name: StepAndDigest) -> None:
-        """Have the agent of the own node make its parity."""
+    def _ask(self, name: StepAndDigest, deadline: float) -> None:
+        """Have the agent of the own node make its parity; again until the deadline, as after an agent was killed."""
         manifest = manifest_in(self._near, name)
         if manifest is None:
             raise UnavailableError(f"step {name[0]}: the near tier has lost the manifest")
         assert self._group.protect is not None, "asked on the rank that leads the node"
-        if len(self._group.group_of[self._group.own]) > 1:
-            for attempt, packs in self._group.packs_of(manifest).items():
-                self._group.protect(attempt, packs)
+        for attempt, packs in self._group.packs_of(manifest).items():
+            while True:
+                try:
+                    self._group.protect(attempt, packs, self._job.seconds_left(deadline))
+                    break
+                except TemporaryError:
+                    if self._is_given_up or self._job.clock.monotonic_seconds() + _PAUSE_SECONDS_MAX > deadline:
+                        raise
+                    self._require_agent()
+                    self._job.clock.sleep(_PAUSE_SECONDS_MAX)
 
     def _end(self, names: list[StepAndDigest], error: CheckpointError | None) -> None:
         newest = names[-1]
@@ -295,17 +344,14 @@ class Protecting:
                 del self._ends[next(iter(self._ends))]
             ended = [(name, handle) for name, handle in self._handles if name in ends]
             self._handles = [each for each in self._handles if each[0] not in ends]
-        if error is None:
-            self._group.note_replicated()
         for name in ends if error is not None else self._older:
             if error is not None or name != newest:
                 self._unpin(name)
-        self._parts.collect_soon()  # The collection after the commit found the older step pinned.
         for name, handle in ended:
             _end_handle(handle, ends[name])
 
     def _tell(self, step: int, error: CheckpointError | None, seconds: float) -> None:
-        if not self._is_first or self._group.nodes == 1:
+        if not self._is_first:
             return
         if error is None:
             logger.info("step %d is protected after %.2f s: any one node of a group may go", step, seconds)

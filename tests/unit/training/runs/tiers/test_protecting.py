@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from holdfast._face import wiring
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.local import LocalStore
+from holdfast.errors import UnavailableError
 from holdfast.policies import EveryNSteps
 from holdfast.settings import Settings
 from holdfast.training.runs.tiers.near import NearPlace
@@ -19,17 +22,12 @@ from tests.support.server_folders import steps_in
 
 SETTINGS = Settings(collect_grace_seconds=0.0)
 LOOK_SECONDS = 0.5
+Protect = Callable[[str, dict[str, dict[str, int]], float], None]
 """Longer than the collection after a commit takes to look, and to find nothing that may go."""
 
 
-def test_a_step_goes_once_the_next_one_is_protected_and_not_with_the_step_after(tmp_path: Path) -> None:
-    may_end = threading.Event()
-    may_end.set()
-
-    def protect(attempt: str, packs: dict[str, dict[str, int]]) -> None:
-        assert may_end.wait(30.0)
-
-    group = PeerGroup(
+def group_with(protect: Protect, note_replicated: Callable[[], None]) -> PeerGroup:
+    return PeerGroup(
         own="a",
         node_of_rank=("a",),
         group_of={"a": ("a", "b")},
@@ -37,8 +35,46 @@ def test_a_step_goes_once_the_next_one_is_protected_and_not_with_the_step_after(
         timeout_seconds=30.0,
         protect=protect,
         require_agent=None,
-        note_replicated=lambda: None,
+        release=lambda: None,
+        note_replicated=note_replicated,
     )
+
+
+def test_a_failure_ends_its_own_step_and_no_other(tmp_path: Path) -> None:
+    failing = ["protect", "", "note", ""]
+
+    def protect(attempt: str, packs: dict[str, dict[str, int]], seconds: float) -> None:
+        if failing[0] == "protect":
+            raise OSError("no agent")
+
+    def note_replicated() -> None:
+        if failing[0] == "note":
+            raise OSError("the folder is full")
+
+    near = NearPlace(
+        LocalStore(tmp_path / "near", settings=SETTINGS), EveryNSteps(1), 1, peers=group_with(protect, note_replicated)
+    )
+    root = LocalStore(tmp_path / "root", settings=SETTINGS)
+    with CheckpointManager.over(root, wiring.saving_job(False, SETTINGS, root.url), near=near) as run:
+        for step in range(1, 5):
+            handle = run.save(step, {"w": torch.full((1000,), float(step))}, near_only=True)
+            if failing[0] == "protect":
+                with pytest.raises(UnavailableError, match="step 1 is near, and not protected: OSError: no agent"):
+                    handle.wait("replicated")
+            else:
+                handle.wait("replicated")
+            failing.pop(0)
+        run.close(wait=False)
+
+
+def test_a_step_goes_once_the_next_one_is_protected_and_not_with_the_step_after(tmp_path: Path) -> None:
+    may_end = threading.Event()
+    may_end.set()
+
+    def protect(attempt: str, packs: dict[str, dict[str, int]], seconds: float) -> None:
+        assert may_end.wait(30.0)
+
+    group = group_with(protect, lambda: None)
     near = NearPlace(LocalStore(tmp_path / "near", settings=SETTINGS), EveryNSteps(1), 1, peers=group)
     root = LocalStore(tmp_path / "root", settings=SETTINGS)
     with CheckpointManager.over(root, wiring.saving_job(False, SETTINGS, root.url), near=near) as run:
