@@ -22,7 +22,7 @@ from holdfast.stored.peers.parity_files import protect
 from holdfast.stored.peers.roster import Roster, read_roster
 from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.runs.tiers.agent import Agent, Patience, hurried_by_signals
-from holdfast.training.runs.tiers.agent_files import SERVING_FILE, Serving, agent_lock, has_job_file
+from holdfast.training.runs.tiers.agent_files import SERVING_FILE, Serving, agent_lock, has_job_file, has_job_lock
 from holdfast.training.runs.tiers.offline_drain import NearDrain
 
 _NODES_PER_POLL = 8
@@ -83,8 +83,9 @@ class NodeAgent:
             if roster != seen:
                 came, seen = self._clock.monotonic_seconds(), roster
             near = None if roster in (None, earlier) else self._near_of(roster)
-            if near is None or not has_job_file(near):
-                if self._clock.monotonic_seconds() - came > self._request["orphan_seconds"]:
+            is_job_here = has_job_lock(self._folder.url)
+            if near is None or not (is_job_here or has_job_file(near)):
+                if not is_job_here and self._clock.monotonic_seconds() - came > self._request["orphan_seconds"]:
                     return
                 self._clock.sleep(_POLL_SECONDS)  # The job that has started this process, or put the roster, comes.
                 continue
@@ -106,6 +107,7 @@ class NodeAgent:
             is_memory=is_in_memory(self._folder.url),
             folder=self._folder,
             is_current=lambda: read_roster(self._folder) == roster,
+            is_job_here=lambda: has_job_lock(self._folder.url),
             polls_every=1 + len(roster.members) // _NODES_PER_POLL,
         )
 

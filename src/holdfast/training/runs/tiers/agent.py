@@ -13,9 +13,10 @@ A job drains by itself, so the agent only watches the writer lease, as the near 
     lingering -> ended       `linger_seconds` have passed; a near tier in memory is emptied, as a job does at its end
     any       -> ended       the near tier is gone, or was emptied
 
-A job lives if the process that made its manager lives (`job.json` near, from the manager to its close), or if the lease
-is held: by a living process, or with a heartbeat within the lease time where processes cannot be seen. A job that comes
-back during a drain finds the lease free before its first save: the drain stops at the next bytes.
+A job lives if the process that made its manager lives (`job.json` near, from the manager to its close), if a process of
+the job on this node of peers lives (`job.lock` there), or if the lease is held: by a living process, or with a
+heartbeat within the lease time where processes cannot be seen. A job that comes back during a drain finds the lease
+free before its first save: the drain stops at the next bytes.
 
 The agent has no part in a commit. Killed at any point, it leaves a drain that the next job, `holdfast drain` or another
 agent goes on with.
@@ -95,6 +96,7 @@ class Agent:
         is_memory: bool,
         folder: Store | None = None,
         is_current: Callable[[], bool] = lambda: True,
+        is_job_here: Callable[[], bool] = lambda: False,
         polls_every: int = 1,
     ) -> None:
         """Watch nothing yet.
@@ -107,12 +109,14 @@ class Agent:
             is_memory: Whether the near tier is in memory, and is emptied at the end.
             folder: The folder of this agent: of a near tier of peers, that of its node. None: the near tier.
             is_current: Whether the near tier is still made of the same nodes. If not, the watch ends.
+            is_job_here: Whether a job certainly lives on this node.
             polls_every: How much more seldom than one agent alone this one looks.
         """
         self._drain = replace(drain, observer=self)
         self._clock, self._lease_seconds, self._patience = clock, lease_seconds, patience
         self._near, self._is_memory = drain.run.near, is_memory
         self._folder, self._is_current = folder or drain.run.near, is_current
+        self._is_job_here = is_job_here
         self._is_hurried = False  # No event: a handler that sets one may have interrupted its wait.
         self._seen: tuple[str, float] = "", 0.0
         """The job in `job.json` whose process cannot be seen from here, and when that job was first seen."""
@@ -269,6 +273,8 @@ class Agent:
             return now - self._known_at < self._patience.orphan_seconds
 
     def _has_manager(self) -> bool:
+        if self._is_job_here():
+            return True
         with suppress(MissingError, ValueError, TypeError):
             holder = job_at(self._near)
             if can_be_seen(holder):

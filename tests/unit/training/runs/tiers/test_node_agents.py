@@ -1,0 +1,118 @@
+"""Agents of nodes of peers: real processes that serve, over folders in the memory of this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from holdfast._face.near_folder import near_folder_at
+from holdfast._face.peers.nodes import store_of, write_secret
+from holdfast.base.clock import SystemClock
+from holdfast.core.engine.child_python import command_of
+from holdfast.settings import Settings
+from holdfast.stored.leases.process import this_process
+from holdfast.stored.peers.roster import Member, Roster, write_roster
+from holdfast.stored.peers.union import PeerStore
+from holdfast.training.runs.tiers.agent import AgentStarter
+from holdfast.training.runs.tiers.agent_files import (
+    JOB_FILE,
+    AgentStatus,
+    hold_job_lock,
+    is_agent_running,
+    read_serving,
+    read_status,
+)
+from tests.support.forked_processes import await_within
+from tests.support.peer_nodes import node_memory
+
+SECRET = b"s" * 32
+SETTINGS = Settings(lease_seconds=2.0)
+await_ = partial(await_within, 30.0)
+
+
+class Nodes:
+    """Nodes with a folder and an agent each; the test is their job."""
+
+    def __init__(self, memory: Path, root: Path, *, orphan_seconds: float = 0.5, linger_seconds: float = 0.5) -> None:
+        self.url, self.root, self.memory = f"peers://{memory}", root, memory
+        self.seconds = {"orphan_seconds": orphan_seconds, "linger_seconds": linger_seconds}
+        self.names: list[str] = []
+        self.locks: dict[str, int] = {}
+
+    def folder(self, name: str) -> str:
+        return str(self.memory / name)
+
+    def start(
+        self, name: str, secret: bytes = SECRET, *, awaits_roster: bool = True, orphan_seconds: float = 0
+    ) -> None:
+        """Start the agent of a node, and await that the agent listens."""
+        os.makedirs(self.folder(name), mode=0o700, exist_ok=True)
+        write_secret(self.folder(name), secret)
+        self.locks[name] = hold_job_lock(self.folder(name))
+        request = {"url": self.url, "node": name, "folder": self.folder(name), "root": str(self.root), **self.seconds}
+        request |= {"host": "127.0.0.1", "port": 0, "awaits_roster": awaits_roster, "settings": asdict(SETTINGS)}
+        request |= {"orphan_seconds": orphan_seconds} if orphan_seconds else {}
+        command = [*command_of("holdfast._face.agent_api:main"), json.dumps(request)]
+        AgentStarter(self.folder(name), command, SystemClock()).require()
+        await_(lambda: read_serving(self.folder(name)) is not None)
+        self.names.append(name)
+
+    def meet(self) -> PeerStore:
+        """Give each node the roster of all that listen; return their store, as a process on the first node has it."""
+        members = []
+        for name in self.names:
+            serving = read_serving(self.folder(name))
+            assert serving is not None
+            members.append(Member(name, name, serving.host, serving.port))
+        roster = Roster(str(self.root), None, tuple(members), made=time.time())
+        folders = {name: near_folder_at(self.folder(name), SETTINGS) for name in self.names}
+        for folder in folders.values():
+            write_roster(folder, roster)
+        return store_of(self.url, roster, self.names[0], folders, SECRET)
+
+    def die(self) -> None:
+        """End the job, as a kill of its ranks does."""
+        while self.locks:
+            os.close(self.locks.popitem()[1])
+
+    def status(self, name: str) -> AgentStatus | None:
+        return read_status(self.folder(name))
+
+    def is_running(self, name: str) -> bool:
+        return is_agent_running(self.folder(name))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with node_memory() as memory:
+        nodes = Nodes(memory, tmp_path / "root")
+        yield nodes
+        nodes.die()
+
+
+def note_job_elsewhere(near: PeerStore) -> None:
+    """Put the file of a job whose process runs on another host."""
+    holder = replace(this_process(SystemClock(), 2.0), boot="another", host="another")
+    near.put(JOB_FILE, json.dumps(asdict(holder)).encode())
+
+
+def test_a_job_of_another_host_that_has_saved_nothing_lives_while_it_locks_the_node(nodes: Nodes) -> None:
+    nodes.start("a")
+    nodes.start("b")
+    time.sleep(1.5)
+    assert nodes.is_running("a"), "the job that holds the lock has no roster yet"
+    note_job_elsewhere(nodes.meet())
+    await_(lambda: nodes.status("a") is not None and nodes.status("b") is not None)
+    time.sleep(1.5)
+    assert [(status.state, status.is_running) for status in map(nodes.status, "ab") if status] == [
+        ("watching", True)
+    ] * 2
+    nodes.die()
+    await_(lambda: not nodes.is_running("a") and not nodes.is_running("b"))
