@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from holdfast._face.near_folder import near_folder_at
-from holdfast._face.peers.nodes import peer_at, read_secret, store_of
+from holdfast._face.peers.nodes import SECRET_BYTES, peer_at, read_secret, store_of
 from holdfast.agent.serving import PeerServer
 from holdfast.backends.stores.shelf import is_in_memory
 from holdfast.base.clock import SystemClock
@@ -56,6 +56,11 @@ class NodeAgent:
             credentials = Credentials(run, self._secret, self._node)
             host, port = self._request["host"], self._request["port"]
             try:
+                if not self._secret:
+                    raise InvalidError(
+                        f"{self._folder.url}: no secret of the run; expected a secret of {SECRET_BYTES} bytes. Nothing "
+                        "is served. The next job puts one there"
+                    )
                 server = PeerServer(self._folder, credentials, host, port, protect=self._protect)
             except InvalidError as error:
                 self._note(Serving(os.getpid(), error=str(error)))

@@ -116,3 +116,10 @@ def test_a_job_of_another_host_that_has_saved_nothing_lives_while_it_locks_the_n
     ] * 2
     nodes.die()
     await_(lambda: not nodes.is_running("a") and not nodes.is_running("b"))
+
+
+def test_an_agent_without_the_secret_refuses_to_serve(nodes: Nodes) -> None:
+    nodes.start("a", b"")
+    serving = read_serving(nodes.folder("a"))
+    assert serving is not None and "expected a secret of 32 bytes" in serving.error
+    await_(lambda: not nodes.is_running("a"))
