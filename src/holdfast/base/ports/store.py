@@ -288,6 +288,10 @@ class Store(Readable, Protocol):
         """
         return 0
 
+    def rebuilt(self) -> Store | None:
+        """Return the packs of this store as read from other bytes than their own, or None: a pack may be damaged."""
+        return None
+
     def with_any_names(self) -> Store | None:
         """Return the same store for keys of any printable characters, without empty parts, `.` or `..`.
 

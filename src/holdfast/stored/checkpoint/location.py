@@ -192,19 +192,21 @@ class CheckpointLocation:
         """Return a function that locates the packs that an attempt wrote or references."""
         attempt_folder = f"{self.folder}{attempt}/"
         links = set[str]()
+        rebuilt = [each for place in (self.store, *self.others) if (each := place.rebuilt()) is not None]
 
         def packs(name: str) -> Stored:
             if is_file_url(name):
                 return self.references(name)
             if step_of_pack(name) is None:
                 key = attempt_folder + name
-                return Stored(self.store, key, tuple(Stored(other, key) for other in self.others))
+                return Stored(self.store, key, tuple(Stored(other, key) for other in (*rebuilt, *self.others)))
             link = attempt_folder + link_name(name)
             if self.root is not None:
                 # A place that lacks the step may have the pack whole, where the first place found has it damaged.
                 places = places_of(self.root) if isinstance(self.root, TwoRoots) else self.others
-                others = tuple(Stored(LinkedPack(place, place, link), name) for place in places)
-                return Stored(LinkedPack(self.root, self.store, link), name, others)
+                others = (LinkedPack(place, place, link) for place in places)
+                elsewhere = tuple(Stored(other, name) for other in (*rebuilt, *others))
+                return Stored(LinkedPack(self.root, self.store, link), name, elsewhere)
             if link not in links and not exists(self.store, link):
                 raise InvalidError(
                     f"{self.url}: references {name}, a pack of another step of its run, and there is no run around it "

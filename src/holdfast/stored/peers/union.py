@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -20,10 +21,9 @@ from holdfast.base.ports.ranges import check_ranges
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry
 from holdfast.base.ports.store import Store, Upload
 from holdfast.core.engine.parallel_map import ordered_parallel_map
-from holdfast.core.plan.keepers import NoManifest, PutOutcome, put_outcome, quorum
+from holdfast.core.plan.keepers import quorum
 from holdfast.errors import (
     CheckpointError,
-    ConflictError,
     CorruptError,
     InvalidError,
     MissingError,
@@ -31,6 +31,7 @@ from holdfast.errors import (
     first_three,
 )
 from holdfast.stored.peers.hedging import HedgedNode, Paces
+from holdfast.stored.peers.keeping import put_on_keepers
 from holdfast.stored.peers.parity_files import (
     PARITY_FOLDER,
     AttemptPlaces,
@@ -43,7 +44,6 @@ from holdfast.stored.peers.parity_files import (
     read_table,
     rebuild_into,
 )
-from holdfast.stored.repository.publish import holds
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class PeerStore(Store):
             clock: Measures how fast nodes answer; None: that of the machine.
         """
         self.url, self._nodes, self._own, self._keepers, self._former = url, nodes, nodes[own], keepers, former
-        self._forgotten = frozenset[str]()
+        self._forgotten, self._is_rebuilt = frozenset[str](), False
         # An agent may carry out a call after the caller has given the call up.
         self.traits = replace(self._own.traits, maps_files=False, failed_calls_are_over=False, attempts_stay_whole=True)
         self._attempts: dict[str, AttemptPlaces] = {}
@@ -133,7 +133,8 @@ class PeerStore(Store):
             check_ranges(f"{self.url}/{key}", found.bytes_of(key), ranges, buffers)
             for number in range(given, len(ranges)):
                 writer = rebuild_into(self._nodes, found, key, *ranges[number], buffers[number])
-                self._tell(writer, None)
+                if not self._is_rebuilt:
+                    self._tell(writer, None)
                 self._paces.count(f"parity of node {writer}", buffers[number].nbytes)
                 hand_on(number, buffers[number])
 
@@ -149,6 +150,12 @@ class PeerStore(Store):
             with suppress(MissingError):
                 return self._paces.count("own node", self._own.get_cached(key, start, buffers, on_bytes))
         return super().get_cached(key, start, buffers)
+
+    def rebuilt(self) -> PeerStore:
+        """Return the store that reads each pack through parity, also one that is there."""
+        other = copy(self)
+        other.url, other._is_rebuilt = f"parity of {self.url}", True
+        return other
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders under a prefix, on any node that answers."""
@@ -184,7 +191,7 @@ class PeerStore(Store):
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole on the keepers, replacing an older one."""
         self.require_key(key)
-        self._on_keepers(key, lambda store: store.put(key, data, durable=durable), data)
+        self._on_keepers(key, data, lambda store: store.put(key, data, durable=durable))
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole on the keepers, unless the first of them that answers has another one.
@@ -194,7 +201,7 @@ class PeerStore(Store):
             UnavailableError: Too few keepers answered, or a later keeper has another object: it may be stored or not.
         """
         self.require_key(key)
-        self._on_keepers(key, lambda store: store.put_if_absent(key, data), data)
+        self._on_keepers(key, data, lambda store: store.put_if_absent(key, data))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects from each node that answers, and the parity of each attempt that loses a pack."""
@@ -266,11 +273,12 @@ class PeerStore(Store):
         self, key: str, call: Callable[[Store], _Result], rebuild: Callable[[AttemptPlaces], _Result] | None
     ) -> _Result:
         with suppress(MissingError):
-            return call(self._own)
+            if not self._is_rebuilt:
+                return call(self._own)
         for found in self._looks(attempt_of(key) or ""):
             failure = None
             reads: list[Callable[[AttemptPlaces], _Result]] = []
-            if key in found.holders:
+            if key in found.holders and not self._is_rebuilt:
                 reads.append(partial(self._at, call, key))
             if rebuild is not None and found.group_of(key) is not None:
                 reads.append(rebuild)
@@ -325,32 +333,9 @@ class PeerStore(Store):
         found = self._attempts[attempt] = AttemptPlaces(holders, tables, silent)
         return found
 
-    def _on_keepers(self, key: str, put: Callable[[Store], None], data: bytes) -> None:
-        """Store an object on the keepers: first on one that answers, which decides, then on the later ones at once."""
-
-        def ask(store: Store) -> bytes | None:
-            with suppress(ConflictError):
-                put(store)
-                return data
-            return data if holds(store, key, data) else None
-
-        left, asked = {name: self._nodes[name] for name in self._keepers}, dict[str, bytes | CheckpointError | None]()
-        while left and all(isinstance(each, CheckpointError) for each in asked.values()):
-            name = next(iter(left))
-            asked |= self._answers({name: left.pop(name)}, ask)
-        if None not in asked.values():
-            asked |= self._answers(left, ask)
-        answers = [NoManifest.SILENT if isinstance(each, CheckpointError) else each for each in asked.values()]
-        if None in answers:  # What later keepers stored does not make up for another object.
-            del answers[answers.index(None) + 1 :]
-        outcome, where = put_outcome(data, answers, len(self._keepers)), f"{self.url}/{key}"
-        if outcome is PutOutcome.CONFLICT:
-            raise ConflictError(f"{where}: a keeper has another object there; nothing was stored")
-        if outcome is not PutOutcome.STORED:
-            raise UnavailableError(
-                f"{where}: {answers.count(data)} of keepers {[*self._keepers]} have stored the object; expected "
-                f"{quorum(len(self._keepers))}. The object may count or not. Start the other agents, and put it again"
-            )
+    def _on_keepers(self, key: str, data: bytes, put: Callable[[Store], None]) -> None:
+        keepers = {name: self._nodes[name] for name in self._keepers}
+        put_on_keepers(f"{self.url}/{key}", key, data, keepers, put, self._answers)
 
     def _of_all(self, call: Callable[[Store], _Result]) -> Sequence[_Result]:
         """Return the answers of the nodes that answer, of which enough are keepers to know of each small object."""
