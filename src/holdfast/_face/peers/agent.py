@@ -81,18 +81,20 @@ class NodeAgent:
             earlier: The roster of an earlier job: the job that has started this process puts another one.
         """
         came, seen, ended = self._clock.monotonic_seconds(), earlier, earlier
+        near: Store | None = None
         while True:
             roster = read_roster(self._folder)
             if ended is not earlier and roster in (None, ended):
                 return  # The watch has ended, and no job has come since.
             if roster != seen:
                 came, seen = self._clock.monotonic_seconds(), roster
-            near = None if roster in (None, earlier) else self._near_of(roster)
+                near = None if roster is None else self._near_of(roster)
             is_job_here = has_job_lock(self._folder.url)
             if near is None or not (is_job_here or has_job_file(near)):
                 if not is_job_here and self._clock.monotonic_seconds() - came > self._request["orphan_seconds"]:
                     return
-                self._clock.sleep(_POLL_SECONDS)  # The job that has started this process, or put the roster, comes.
+                # The job that has started this process, or put the roster, comes.
+                self._clock.sleep(_POLL_SECONDS * _polls_every(roster))
                 continue
             assert roster is not None, "the nodes are those of a roster"
             agent = self._agent_of(roster, near)
@@ -113,7 +115,7 @@ class NodeAgent:
             folder=self._folder,
             is_current=lambda: read_roster(self._folder) == roster,
             is_job_here=lambda: has_job_lock(self._folder.url),
-            polls_every=1 + len(roster.members) // _NODES_PER_POLL,
+            polls_every=_polls_every(roster),
         )
 
     def _protect(self, wanted: Protection) -> int:
@@ -134,3 +136,7 @@ class NodeAgent:
         if member is None:
             raise InvalidError(f"node {name}: not in the roster; expected one of {[e.name for e in roster.members]}")
         return peer_at(member, roster.run, self._secret)
+
+
+def _polls_every(roster: Roster | None) -> int:
+    return 1 + (0 if roster is None else len(roster.members)) // _NODES_PER_POLL

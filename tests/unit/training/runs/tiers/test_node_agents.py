@@ -123,3 +123,17 @@ def test_an_agent_without_the_secret_refuses_to_serve(nodes: Nodes) -> None:
     serving = read_serving(nodes.folder("a"))
     assert serving is not None and "expected a secret of 32 bytes" in serving.error
     await_(lambda: not nodes.is_running("a"))
+
+
+def test_an_agent_that_awaits_its_job_asks_the_others_by_one_client(nodes: Nodes) -> None:
+    nodes.seconds["orphan_seconds"] = 60.0
+    for name in ("a", "b"):
+        nodes.start(name)
+    nodes.meet()
+    nodes.die()
+    serving = read_serving(nodes.folder("b"))
+    assert serving is not None
+    time.sleep(3.0)
+    # Closed connections stay in the table of the kernel for a minute. Each has two ends.
+    ends = Path("/proc/net/tcp").read_text().count(f":{serving.port:04X} ")
+    assert ends <= 8, "a client keeps its connection"
