@@ -8,8 +8,11 @@ from pathlib import Path
 import torch
 
 import holdfast
+from holdfast.base.clock import SystemClock
+from holdfast.policies import LatestN
 from holdfast.settings import MIB, Settings
 from holdfast.stored.peers.parity_files import attempt_of, packs_at, protect
+from holdfast.training.runs.removal.garbage_collection import collected
 from tests.support.tuning import tuned
 from tests.unit.stored.peers.test_union import Nodes, read
 
@@ -18,6 +21,10 @@ SETTINGS = tuned(Settings(collect_grace_seconds=0.0), unchanged_bytes_min=4096)
 
 def state_at(step: int) -> dict[str, object]:
     return {"frozen": torch.arange(6000.0), "moving": torch.full((MIB // 4,), float(step))}
+
+
+def kept_files(nodes: Nodes) -> list[str]:
+    return [entry.key for entry in nodes.at(0).list() if entry.key.startswith("step-")]
 
 
 def test_a_pack_that_later_steps_need_is_still_read_without_its_node(tmp_path: Path) -> None:
@@ -40,3 +47,18 @@ def test_a_pack_that_later_steps_need_is_still_read_without_its_node(tmp_path: P
     assert manager.steps() == [3] and len(first) > 1
     nodes.lose(0)
     assert {key: read(nodes.at(1), key) for key in first} == whole
+
+
+def test_a_silent_node_holds_up_no_removal_of_other_files(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    with holdfast.CheckpointManager(nodes.at(1), process_group=False, preemption=False, settings=SETTINGS) as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step)).wait()
+    steps = kept_files(nodes)
+    nodes.put_packs([1000])  # Of a save that failed.
+    nodes.stores["node-1"].is_silent = True
+    report = collected(nodes.at(0), SystemClock(), LatestN(1), 0.0, 5.0)
+    assert sorted(report.reasons) == [1, 2] and "cannot be looked at now" in report.reasons[2][0]
+    nodes.stores["node-1"].is_silent = False
+    assert kept_files(nodes) == steps
+    assert collected(nodes.at(0), SystemClock(), LatestN(1), 0.0, 5.0).steps == (1,)

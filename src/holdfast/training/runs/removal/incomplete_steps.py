@@ -1,4 +1,7 @@
-"""Steps with missing files, of which no run resumes: they must not take the place of a step that can be loaded."""
+"""Steps that no run resumes from now: files are missing, or cannot be looked at.
+
+They must not take the place of a step that can be loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest, StepFiles
 from holdfast.base.types.timeline import Timeline
+from holdfast.errors import UnavailableError
 from holdfast.stored.checkpoint.pack_sizes import sizes_of
 from holdfast.stored.repository import removal
 
@@ -38,10 +42,15 @@ def incomplete_steps(
             if name in complete:
                 break
             named, links = removal.named_files(manifests[name]), removal.link_keys(manifests[name])
-            # Packs of other steps, the folders of which are not listed again.
-            stored |= sizes_of(named.keys() - stored.keys(), packs_under(store, ""))
-            short = [key for key, size in named.items() if stored[key] != size]
-            stored |= sizes_of({links[key] for key in short if key in links} - stored.keys(), packs_under(store, ""))
+            try:
+                # Packs of other steps, the folders of which are not listed again.
+                stored |= sizes_of(named.keys() - stored.keys(), packs_under(store, ""))
+                short = [key for key, size in named.items() if stored[key] != size]
+                at_links = {links[key] for key in short if key in links}
+                stored |= sizes_of(at_links - stored.keys(), packs_under(store, ""))
+            except UnavailableError as error:  # A silent node must not let the files of failed saves pile up.
+                torn[name] = (f"cannot be looked at now: {error}",)
+                continue
             short = [key for key in short if key not in links or stored[links[key]] != named[key]]
             if not short:
                 complete.add(name)
