@@ -16,8 +16,9 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.child_python import command_of, settings_in
 from holdfast.errors import InvalidError, MissingError
-from holdfast.policies import Tier
+from holdfast.policies import PEERS_SCHEME, Tier
 from holdfast.settings import Settings
+from holdfast.stored.peers.roster import ROSTER_FILE
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.training.runs.tiers.agent import Agent, Patience, run_agent
 from holdfast.training.runs.tiers.agent_files import AgentStatus, NodeStatus, read_status
@@ -50,12 +51,18 @@ def agent(
         settings: How to reach storage.
     Raises:
         MissingError: The folder is no near tier.
-        InvalidError: The root is of another run.
+        InvalidError: The root is of another run, or the near tier is of peers.
         ConflictError: Another process watches it.
     """
     for name, value in (("orphan_seconds", orphan_seconds), ("linger_seconds", linger_seconds)):
         if not 0 <= value < float("inf"):
             raise InvalidError(f"agent({name}={value!r}): expected seconds, 0 or more")
+    if near.startswith(PEERS_SCHEME) or os.path.exists(os.path.join(os.path.expanduser(near), ROSTER_FILE)):
+        raise InvalidError(
+            f"{near}: is a near tier of peers, or the folder of one of its nodes; expected a folder that all ranks see. "
+            "The job starts the agents of its nodes. To look: holdfast agent peers://… --status. To bring steps to the "
+            "root: holdfast drain peers://…"
+        )
     run, clock = wiring.two_roots(near, root, settings), SystemClock()
     if read_run_id(run.near) is None:
         raise MissingError(f"{near}: no near tier of a run; expected a folder that holds holdfast.json")
