@@ -59,7 +59,7 @@ def agent(
             raise InvalidError(f"agent({name}={value!r}): expected seconds, 0 or more")
     if near.startswith(PEERS_SCHEME) or os.path.exists(os.path.join(os.path.expanduser(near), ROSTER_FILE)):
         raise InvalidError(
-            f"{near}: is a near tier of peers, or the folder of one of its nodes; expected a folder that all ranks see. "
+            f"{near}: is a near tier of peers, or the folder of a node; expected a folder that all ranks see. "
             "The job starts the agents of its nodes. To look: holdfast agent peers://… --status. To bring steps to the "
             "root: holdfast drain peers://…"
         )
