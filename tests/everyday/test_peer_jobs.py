@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,14 +36,21 @@ def job(root: Path, memory: Path) -> holdfast.CheckpointManager:
 
 
 @pytest.mark.long
-def test_an_old_agent_waits_for_the_job_of_a_new_roster(tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize("left", ["nothing", "a dead job"])
+def test_an_old_agent_waits_for_the_job_of_a_new_roster(tmp_path: Path, memory: Path, left: str) -> None:
     with job(tmp_path / "root", memory) as manager:
-        manager.save(1, {"weights": torch.ones(3)}, near_only=True).wait()
+        manager.save(1, {"weights": torch.ones(3)}).wait()
+    with job(tmp_path / "root", memory):
         time.sleep(ORPHAN_SECONDS)
-        folder = LocalStore(memory / "a", settings=Settings())
+        folder, file = LocalStore(memory / "a", settings=Settings()), memory / "a" / JOB_FILE
         roster = read_roster(folder)
         assert roster is not None
-        (memory / "a" / JOB_FILE).unlink()  # As if the keepers that had the file were lost.
+        if left == "nothing":
+            file.unlink()  # As if the keepers that had the file were lost.
+        else:
+            with subprocess.Popen(["true"]) as ended:
+                pass
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": ended.pid}))
         write_roster(folder, msgspec.structs.replace(roster, made=roster.made + 1.0))
         time.sleep(ORPHAN_SECONDS / 4)
         assert is_agent_running(str(memory / "a"))

@@ -51,7 +51,6 @@ class NodeAgent:
     def run(self) -> None:
         """Serve until no job needs the folder any more."""
         with agent_lock(self._folder.url):
-            earlier = read_roster(self._folder) if self._request["awaits_roster"] else None
             run = quote(self._request["root"], safe="/:@")
             credentials = Credentials(run, self._secret, self._node)
             host, port = self._request["host"], self._request["port"]
@@ -67,29 +66,24 @@ class NodeAgent:
                 raise
             try:
                 self._note(Serving(os.getpid(), *server.address))
-                self._watch(earlier)
+                self._watch()
             finally:
                 server.close()
 
     def _note(self, serving: Serving) -> None:
         self._folder.put(SERVING_FILE, json.dumps(asdict(serving)).encode(), durable=False)
 
-    def _watch(self, earlier: Roster | None) -> None:
-        """Watch as the agent of any near tier does, under the newest roster of the folder.
-
-        Args:
-            earlier: The roster of an earlier job: the job that has started this process puts another one.
-        """
-        came, seen, ended = self._clock.monotonic_seconds(), earlier, earlier
+    def _watch(self) -> None:
+        """Watch as the agent of any near tier does, under the newest roster of the folder."""
+        came, seen, ended = self._clock.monotonic_seconds(), None, None
         near: Store | None = None
         while True:
-            roster = read_roster(self._folder)
-            if ended is not earlier and roster in (None, ended):
+            roster, is_job_here = read_roster(self._folder), has_job_lock(self._folder.url)
+            if not is_job_here and ended is not None and roster in (None, ended):
                 return  # The watch has ended, and no job has come since.
             if roster != seen:
                 came, seen = self._clock.monotonic_seconds(), roster
                 near = None if roster is None else self._near_of(roster)
-            is_job_here = has_job_lock(self._folder.url)
             if near is None or not (is_job_here or has_job_file(near)):
                 if not is_job_here and self._clock.monotonic_seconds() - came > self._request["orphan_seconds"]:
                     return
@@ -100,6 +94,8 @@ class NodeAgent:
             agent = self._agent_of(roster, near)
             with hurried_by_signals(agent):
                 agent.run()
+            if agent.is_hurried:
+                return
             ended = roster
 
     def _near_of(self, roster: Roster) -> Store:

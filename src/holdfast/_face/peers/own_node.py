@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -51,7 +50,7 @@ class OwnNode:
         own: Statement,
         run: str,
         secret: bytes,
-        command: Callable[..., Sequence[str]],
+        command: Callable[[int], Sequence[str]],
         clock: Clock,
     ) -> None:
         """Touch nothing yet.
@@ -85,8 +84,7 @@ class OwnNode:
         self._lock = hold_job_lock(self._folder.url)
         write_secret(self._folder.url, self._secret)
         self._member = msgspec.structs.replace(self._member, port=_port_of_environment())
-        first_command = partial(self._command, awaits_roster=True)
-        self._member = _await_agent(self._folder, self._member, self._run, self._secret, first_command, self._clock)
+        self._member = _await_agent(self._folder, self._member, self._run, self._secret, self._command, self._clock)
         earlier = None
         with suppress(CorruptError):
             earlier = read_roster(self._folder) if tells else None

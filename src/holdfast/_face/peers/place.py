@@ -111,16 +111,7 @@ def _forget_former(store: PeerStore, node: OwnNode | None) -> None:
         node.forget_former()
 
 
-def _command(
-    tier: Tier,
-    root: Store,
-    settings: Settings,
-    own: Statement,
-    folder: str,
-    port: int,
-    *,
-    awaits_roster: bool = False,
-) -> Sequence[str]:
+def _command(tier: Tier, root: Store, settings: Settings, own: Statement, folder: str, port: int) -> Sequence[str]:
     request = {
         "url": str(tier.path),
         "node": own.node,
@@ -128,7 +119,6 @@ def _command(
         "root": root.url,
         "host": own.address,
         "port": port,
-        "awaits_roster": awaits_roster,
         "orphan_seconds": tier.orphan_seconds,
         "linger_seconds": tier.linger_seconds,
         "settings": asdict(settings),

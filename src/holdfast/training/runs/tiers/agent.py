@@ -117,7 +117,8 @@ class Agent:
         self._near, self._is_memory = drain.run.near, is_memory
         self._folder, self._is_current = folder or drain.run.near, is_current
         self._is_job_here = is_job_here
-        self._is_hurried = False  # No event: a handler that sets one may have interrupted its wait.
+        self.is_hurried = False  # No event: a handler that sets one may have interrupted its wait.
+        """Whether a signal has asked for the end."""
         self._seen: tuple[str, float] = "", 0.0
         """The job in `job.json` whose process cannot be seen from here, and when that job was first seen."""
         self._known_at = clock.monotonic_seconds()
@@ -129,7 +130,7 @@ class Agent:
 
     def hurry(self) -> None:
         """End soon: drain at once if no job lives."""
-        self._is_hurried = True
+        self.is_hurried = True
 
     def on_event(self, event: Event) -> None:
         """Stop a drain whose job has come back; called with the progress of the drain."""
@@ -168,7 +169,7 @@ class Agent:
             logger.warning("%s: a drain would fail: %s", self._near.url, error)
             self._enter("watching", error=error)
         while self._has_job():
-            if self._is_hurried or not self._is_there():
+            if self.is_hurried or not self._is_there():
                 self._enter("ended")
                 return True
             self._clock.sleep(self._poll_seconds)
@@ -206,7 +207,7 @@ class Agent:
             return False
         retry_seconds = max(min(_RETRY_SECONDS, self._patience.orphan_seconds), 1.0)
         while self._is_there() and not self._drained():
-            if self._is_hurried or self._state == "ended":
+            if self.is_hurried or self._state == "ended":
                 return True
             if self._job_within(retry_seconds):
                 return False
@@ -214,7 +215,7 @@ class Agent:
             self._enter("lingering", seconds=self._patience.linger_seconds)
             if self._job_within(self._patience.linger_seconds):
                 return False
-            if self._is_memory and not self._is_hurried and not self._has_manager():
+            if self._is_memory and not self.is_hurried and not self._has_manager():
                 self._empty()
         self._enter("ended")
         return True
@@ -225,7 +226,7 @@ class Agent:
         while self._clock.monotonic_seconds() - start < seconds and self._is_there():
             if self._has_job():
                 return True
-            if self._is_hurried:
+            if self.is_hurried:
                 return False
             self._clock.sleep(self._poll_seconds)
         return False

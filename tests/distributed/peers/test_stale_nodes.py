@@ -1,0 +1,137 @@
+"""What a replaced job, a stale node or an absent one still has never counts again: neither twice, nor once removed."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from holdfast import api
+from tests.distributed.peers.peer_cases import SETTINGS
+from tests.distributed.peers.peer_runs import CASES, Life, Run, await_
+from tests.support.gloo_worlds import Case, run_world
+from tests.support.peer_nodes import kill, node_memory
+from tests.support.server_folders import steps_in
+
+NODES = ("a", "b", "c")
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    folder = tmp_path_factory.mktemp("whole")
+    run_world(1, [Case(f"{CASES}:undisturbed", {"folder": str(folder / "life")})], folder / "world")
+    return {int(step): loss for step, loss in Life(folder / "life", ("a",)).lines("loss")}
+
+
+@pytest.fixture
+def run(tmp_path: Path, whole: dict[int, str]) -> Iterator[Run]:
+    seed = int(os.environ.get("CAMPAIGN_SEED") or random.randrange(2**32))
+    print(f"seed {seed}")
+    with node_memory() as memory:
+        yield Run(tmp_path, memory / "nodes", whole, random.Random(seed), NODES)
+
+
+def counting(run: Run) -> dict[str, int]:
+    """Return the steps that count, in both places, by attempt."""
+    found = api.list_steps(run.root).steps
+    return {
+        each.manifest.attempt: each.step
+        for each in found
+        if each.manifest is not None and not (each.fenced or each.superseded)
+    }
+
+
+def signal_all(pids: Sequence[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def is_stopped(pid: int) -> bool:
+    return ") T " in Path(f"/proc/{pid}/stat").read_text()
+
+
+def train_past_the_root(run: Run) -> dict[str, int]:
+    """Train until the near tier has a newer step than the root; return the newer steps, by attempt."""
+    with run.life() as life:
+        await_(lambda: bool(steps_in(run.root)), said=life.said)
+        await_(lambda: life.newest("replicated") > steps_in(run.root)[-1], said=life.said)
+    return {attempt: step for attempt, step in counting(run).items() if step > steps_in(run.root)[-1]}
+
+
+def lose_and_take_back(run: Run, node: str, stale: Path) -> None:
+    """Lose a node with its memory, and have it come back with an older copy of the memory."""
+    kill(*filter(lambda pid: pid > 0, [run.agent(node)]))
+    shutil.rmtree(run.memory / node)
+    shutil.copytree(stale, run.memory / node)
+
+
+def test_a_stale_node_brings_no_removed_step_back(run: Run) -> None:
+    """Neither at once nor after another job has come to the same steps."""
+    newer, node = train_past_the_root(run), run.chance.choice(NODES)
+    stale = run.folder / "stale"
+    shutil.copytree(run.memory / node, stale)
+    api.remove_steps(run.root, [*newer.values()], grace_seconds=0.0, settings=SETTINGS)
+    left = counting(run)
+    run.replicated = max(left.values())
+    assert not left.keys() & newer.keys()
+    lose_and_take_back(run, node, stale)
+    assert counting(run) == left
+    with run.life() as life:
+        assert life.newest("resumed") == run.replicated, life.said()
+    after = counting(run)
+    assert not after.keys() & newer.keys()
+    lose_and_take_back(run, node, stale)
+    assert counting(run) == after
+
+
+def test_a_step_that_was_removed_while_a_node_was_away_stays_removed(run: Run) -> None:
+    newer, node = train_past_the_root(run), run.chance.choice(NODES)
+    away = run.memory.with_name("away")
+    kill(run.agent(node))
+    (run.memory / node).rename(away)
+    api.remove_steps(run.root, [*newer.values()], grace_seconds=0.0, settings=SETTINGS)
+    run.replicated = max(counting(run).values())
+    away.rename(run.memory / node)
+    assert not counting(run).keys() & newer.keys()
+    with run.life() as life:
+        assert life.newest("resumed") == run.replicated, life.said()
+    assert not counting(run).keys() & newer.keys()
+
+
+@pytest.mark.parametrize("stops_at", [0, 6], ids=["at random", "before a manifest"])
+def test_no_step_of_a_stopped_trainer_counts_once_another_job_took_over(run: Run, stops_at: int) -> None:
+    """All ranks of a job stop, and go on while the next job trains."""
+    run.blocked_seconds_max = math.inf
+    with run.life(stops_at=stops_at) as stopped:
+        if stops_at:
+            await_(lambda: any(map(is_stopped, stopped.ranks)), said=stopped.said)
+        else:
+            run.pause(0.5)
+        signal_all(stopped.ranks, signal.SIGSTOP)
+        with run.life(awaited="near") as life:
+
+            def has_failed() -> bool:
+                signal_all(stopped.ranks, signal.SIGCONT)  # Another rank may stop in the place of the first.
+                return bool(stopped.lines("failed")) or stopped.has_ended
+
+            await_(has_failed, said=stopped.said)
+            last = life.newest("loss")
+            await_(lambda: life.newest("replicated") > last, said=life.said)
+        assert all("ConflictError:" in words for words in stopped.lines("failed")), stopped.said()
+        acknowledged = max(map(stopped.newest, ("near", "replicated", "root")))
+        assert acknowledged <= life.newest("resumed"), f"{stopped.said()}\n{life.said()}"
+    run.end()
