@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from holdfast.base.clock import Clock, utc_now_text
@@ -31,6 +32,13 @@ def is_this_process(holder: Holder) -> bool:
     """Return whether a holder is this very process."""
     stat = _stat_of(os.getpid())
     return can_be_seen(holder) and holder.pid == os.getpid() and stat is not None and stat.started == holder.started
+
+
+def is_same_process(first: Holder, second: Holder) -> bool:
+    """Return whether two holders are one process, whenever each was made."""
+    return replace(first, since="", nonce="", lease_seconds=0.0) == replace(
+        second, since="", nonce="", lease_seconds=0.0
+    )
 
 
 def is_gone(holder: Holder) -> bool:

@@ -5,12 +5,14 @@ A job drains by itself, so the agent only watches the writer lease, as the near 
 
     watching  -> orphaned    the job was killed or has ended, and the root lacks steps
     watching  -> ended       the job has ended, and the root lacks nothing; or SIGTERM while a job lives
+    watching  -> lingering   the same of a near tier in memory that was not emptied
     orphaned  -> watching    another job has taken the next epoch
     orphaned  -> draining    `orphan_seconds` have passed; at once after SIGTERM
     draining  -> lingering   the root has each due step and the newest one
     draining  -> orphaned    the root failed, and is asked again later; or a job came back meanwhile, and is seen next
     lingering -> watching    a job has taken the next epoch
     lingering -> ended       `linger_seconds` have passed; a near tier in memory is emptied, as a job does at its end
+    orphaned  -> ended       the other nodes of peers do not answer
     any       -> ended       the near tier is gone, or was emptied
 
 A job lives if the process that made its manager lives (`job.json` near, from the manager to its close), if a process of
@@ -36,6 +38,7 @@ from dataclasses import asdict, dataclass, replace
 
 from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
+from holdfast.base.types.epoch import Holder
 from holdfast.base.types.events import Event
 from holdfast.core.format.names import RUN_FILE
 from holdfast.errors import (
@@ -44,10 +47,9 @@ from holdfast.errors import (
     CorruptError,
     InvalidError,
     MissingError,
-    UnavailableError,
     first_three,
 )
-from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process
+from holdfast.stored.leases.process import can_be_seen, is_gone, is_same_process, is_this_process
 from holdfast.stored.leases.seen import WriterWatch
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.training.runs.tiers.agent_files import (
@@ -59,6 +61,7 @@ from holdfast.training.runs.tiers.agent_files import (
     agent_lock,
     is_agent_running,
     job_at,
+    leave_node,
     read_status,
 )
 from holdfast.training.runs.tiers.offline_drain import NearDrain
@@ -123,6 +126,10 @@ class Agent:
         """The job in `job.json` whose process cannot be seen from here, and when that job was first seen."""
         self._known_at = clock.monotonic_seconds()
         """When the near tier last said whether a job lives."""
+        self._is_silent = False
+        """Whether the near tier did not say so since."""
+        self._lacking: tuple[int, ...] | None = None
+        """Steps that the root lacked when the near tier last said so, without a job since; None if that is unknown."""
         self._writers = WriterWatch(self._near, clock, lease_seconds)
         self._state: State = "watching"
         poll_seconds = min(patience.orphan_seconds / _POLLS_PER_ORPHAN, _POLL_SECONDS_MAX)
@@ -145,15 +152,24 @@ class Agent:
         """
         while self._is_there():
             if self._watched() or self._orphaned():
-                return
+                break
+        is_over = self._has_folder() and not self._is_hurried and not self._is_job_here()
+        if is_over and self._is_memory and self._folder is not self._near:
+            leave_node(self._folder, self._lacking)
+
+    def _has_folder(self) -> bool:
+        return os.path.exists(os.path.join(self._folder.url, LOCK_FILE)) and self._is_current()
 
     def _is_there(self) -> bool:
         # The folder may go or be emptied while the agent runs; nothing of it is made again.
-        is_there = os.path.exists(os.path.join(self._folder.url, LOCK_FILE)) and self._is_current()
+        is_there = self._has_folder()
         try:
             return is_there and (self._near.size(RUN_FILE) > 0 or self._has_manager())
         except MissingError:
-            return is_there and self._has_manager()
+            if not is_there or self._has_manager():
+                return is_there
+            self._lacking = ()  # The near tier was emptied once the root had all.
+            return False
         except CheckpointError:
             return is_there
 
@@ -161,7 +177,7 @@ class Agent:
         """Return once no job lives; True at the end of the agent."""
         self._enter("watching")
         try:
-            error = self._root_error()
+            error = self._drain.root_error()
         except InvalidError as other_run:
             self._enter("ended", error=str(other_run))
             raise
@@ -175,34 +191,16 @@ class Agent:
             self._clock.sleep(self._poll_seconds)
         return False
 
-    def _root_error(self) -> str:
-        """Return why the root cannot be read: this process may lack the credentials of the job. Empty if it can be."""
-        if error := self._reading_error():
-            return error
-        try:
-            with suppress(UnavailableError, MissingError):  # Of peers, the agent is there before the first save.
-                self._drain.require_run()
-        except InvalidError:
-            # The root may have gone between the two reads.
-            if error := self._reading_error():
-                return error
-            raise
-        return ""
-
-    def _reading_error(self) -> str:
-        try:
-            read_run_id(self._drain.run.root)
-        except CheckpointError as error:
-            return str(error)
-        return ""
-
     def _orphaned(self) -> bool:
         """Wait for a job, then drain, and wait again; True at the end of the agent, False once a job lives."""
         waiting = self._waiting()
-        if waiting == () and self._has_released():
-            self._enter("ended")
-            return True
+        if waiting == () and self._has_released():  # By a job that has drained; of peers, also by another agent.
+            if not self._is_memory:
+                self._enter("ended")
+                return True
+            return self._lingered()
         self._enter("orphaned", waiting, seconds=self._patience.orphan_seconds)
+        start = self._clock.monotonic_seconds()
         if self._job_within(self._patience.orphan_seconds):
             return False
         retry_seconds = max(min(_RETRY_SECONDS, self._patience.orphan_seconds), 1.0)
@@ -211,6 +209,19 @@ class Agent:
                 return True
             if self._job_within(retry_seconds):
                 return False
+            if self._is_left_alone(start):
+                self._enter("ended", self._lacking, "the other nodes do not answer")
+                return True
+        return self._lingered()
+
+    def _is_left_alone(self, start: float) -> bool:
+        """Return whether the other nodes of peers have been silent for the whole patience after a moment."""
+        silent_seconds = self._clock.monotonic_seconds() - max(self._known_at, start)
+        is_over = silent_seconds > self._patience.orphan_seconds + self._patience.linger_seconds
+        return self._is_silent and is_over and self._folder is not self._near
+
+    def _lingered(self) -> bool:
+        """Leave the near tier for a late job, then empty it in memory; True at the end of the agent."""
         if self._is_there():
             self._enter("lingering", seconds=self._patience.linger_seconds)
             if self._job_within(self._patience.linger_seconds):
@@ -243,6 +254,7 @@ class Agent:
             return False
         steps = f"steps [{first_three(report.steps)}] are in the root" if report.steps else "the root lacks no step"
         logger.info("%s: no job came back; %s", self._near.url, steps)
+        self._lacking = ()
         return True
 
     def _empty(self) -> None:
@@ -254,7 +266,8 @@ class Agent:
     def _waiting(self) -> tuple[int, ...] | None:
         """Return the steps that the root lacks; None if that is unknown."""
         with suppress(CheckpointError):
-            return self._drain.planned().steps if read_run_id(self._near) is not None else ()
+            self._lacking = self._drain.planned().steps if read_run_id(self._near) is not None else ()
+            return self._lacking
         return None
 
     # -------------------------------------------------------------------------------------------------- the job
@@ -266,12 +279,16 @@ class Agent:
         now = self._clock.monotonic_seconds()
         try:
             has_job = self._has_manager() or self._has_lease()
-            self._known_at = now
-            return has_job
         except CheckpointError as error:
-            logger.warning("%s: whether a job lives is unknown: %s", self._near.url, error)
+            if not self._is_silent:
+                logger.warning("%s: whether a job lives is unknown: %s", self._near.url, error)
+            self._is_silent = True
             # Of peers, the agents of other nodes may have ended, or their nodes are lost.
             return now - self._known_at < self._patience.orphan_seconds
+        self._known_at, self._is_silent = now, False
+        if has_job:
+            self._lacking = None
+        return has_job
 
     def _has_manager(self) -> bool:
         if self._is_job_here():
@@ -291,8 +308,13 @@ class Agent:
         writer = self._writers.look()
         if writer is None:
             return True  # The job has not saved yet.
-        # The lease may be that of its own drain, whose root has failed since.
-        return writer.state == "holds" and not (writer.holder is not None and is_this_process(writer.holder))
+        return writer.state == "holds" and (writer.holder is None or not self._is_drain(writer.holder))
+
+    def _is_drain(self, holder: Holder) -> bool:
+        """Return whether a lease is that of a drain: its own, whose root has failed since; or another agent's."""
+        with suppress(MissingError, ValueError, TypeError):
+            return is_this_process(holder) or not is_same_process(holder, job_at(self._near))
+        return False
 
     def _has_released(self) -> bool:
         with suppress(CheckpointError):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -14,8 +15,12 @@ from typing import Literal
 from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Holder
-from holdfast.errors import CheckpointError, ConflictError
+from holdfast.core.format.names import step_of_folder
+from holdfast.errors import CheckpointError, ConflictError, first_three
 from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process, this_process
+from holdfast.stored.peers.parity_files import PARITY_FOLDER
+
+logger = logging.getLogger(__name__)
 
 LOCK_FILE, STATUS_FILE, LOG_FILE, JOB_FILE = "agent.lock", "agent.json", "agent.log", "job.json"
 SERVING_FILE, JOB_LOCK_FILE = "serving.json", "job.lock"
@@ -149,6 +154,22 @@ def has_job_file(near: Store) -> bool:
 def job_at(near: Store) -> Holder:
     """Return the process of the last manager; raises `MissingError`, or `ValueError` and `TypeError` of other bytes."""
     return Holder(**json.loads(near.get(JOB_FILE, _JOB_BYTES_MAX)))
+
+
+def leave_node(folder: Store, lacking: Sequence[int] | None) -> None:
+    """Remove the packs and parity of a node of peers if the root lacks no step: other agents may have ended before.
+
+    Args:
+        folder: The folder of the node.
+        lacking: Steps that the root lacks; None if that is unknown.
+    """
+    keys = [entry.key for entry in folder.list("")]
+    held = [key for key in keys if key.startswith(PARITY_FOLDER) or step_of_folder(key.partition("/")[0]) is not None]
+    if held and lacking == ():
+        folder.delete(held)
+    elif held:
+        steps = "any step" if lacking is None else f"steps [{first_three(lacking)}]"
+        logger.warning("%s: keeps %d files: the root may lack %s", folder.url, len(held), steps)
 
 
 @contextmanager

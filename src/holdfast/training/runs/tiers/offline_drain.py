@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.base.clock import Clock
@@ -11,7 +12,7 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.core.format.step_name import StepName
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.stored.copying.step_drain import StepDrain
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.publishing.outcome import OutcomeKind
@@ -148,6 +149,31 @@ class NearDrain:
                 "touched. Name the root of this run with --to"
             )
         return at_near
+
+    def root_error(self) -> str:
+        """Return why the root cannot be read: this process may lack the credentials of the job. Empty if it can be.
+
+        Raises:
+            InvalidError: The root is of another run.
+        """
+        if error := self._reading_error():
+            return error
+        try:
+            with suppress(UnavailableError, MissingError):  # Of peers, the agent is there before the first save.
+                self.require_run()
+        except InvalidError:
+            # The root may have gone between the two reads.
+            if error := self._reading_error():
+                return error
+            raise
+        return ""
+
+    def _reading_error(self) -> str:
+        try:
+            read_run_id(self.run.root)
+        except CheckpointError as error:
+            return str(error)
+        return ""
 
     def _chosen(self, damages: list[CorruptError]) -> tuple[DrainReport, list[Manifest]]:
         """Return the steps that are drained, and an almost empty report.

@@ -326,7 +326,7 @@ def test_a_root_that_goes_between_two_reads_is_no_root_of_another_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(NearDrain, "require_run", require_without_root)
-        assert "a folder of the path is a file" in agent._root_error()
+        assert "a folder of the path is a file" in agent._drain.root_error()
     run.root.unlink()
     run.root.with_name("away").rename(run.root)
     agent.run()

@@ -14,15 +14,23 @@ import pytest
 
 from holdfast._face.near_folder import near_folder_at
 from holdfast._face.peers.nodes import store_of, write_secret
+from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
+from holdfast.base.types.epoch import Epoch, Holder
 from holdfast.core.engine.child_python import command_of
 from holdfast.settings import Settings
 from holdfast.stored.leases.process import this_process
+from holdfast.stored.leases.writer import hold_writer_lease
+from holdfast.stored.peers.parity_files import parity_keys
 from holdfast.stored.peers.roster import Member, Roster, write_roster
 from holdfast.stored.peers.union import PeerStore
+from holdfast.stored.repository.epochs import put_epoch
+from holdfast.stored.repository.near_tier import ensure_near
+from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.runs.tiers.agent import AgentStarter
 from holdfast.training.runs.tiers.agent_files import (
     JOB_FILE,
+    LOG_FILE,
     AgentStatus,
     hold_job_lock,
     is_agent_running,
@@ -30,8 +38,9 @@ from holdfast.training.runs.tiers.agent_files import (
     read_status,
 )
 from tests.support.forked_processes import await_within
-from tests.support.peer_nodes import node_memory
+from tests.support.peer_nodes import kill, node_memory
 
+ATTEMPT = "step-000000000001/0123456789abcdef/"
 SECRET = b"s" * 32
 SETTINGS = Settings(lease_seconds=2.0)
 await_ = partial(await_within, 30.0)
@@ -77,6 +86,11 @@ class Nodes:
             write_roster(folder, roster)
         return store_of(self.url, roster, self.names[0], folders, SECRET)
 
+    def files(self) -> list[str]:
+        """Return the packs and the parity on all nodes."""
+        found = [*self.memory.glob("*/step-*/*/*"), *self.memory.glob("*/parity/*/*")]
+        return sorted(path.relative_to(self.memory).parts[0] for path in found)
+
     def die(self) -> None:
         """End the job, as a kill of its ranks does."""
         while self.locks:
@@ -97,10 +111,23 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         nodes.die()
 
 
-def note_job_elsewhere(near: PeerStore) -> None:
-    """Put the file of a job whose process runs on another host."""
+def note_job_elsewhere(near: PeerStore) -> Holder:
+    """Put the file of a job whose process runs on another host; return the process."""
     holder = replace(this_process(SystemClock(), 2.0), boot="another", host="another")
     near.put(JOB_FILE, json.dumps(asdict(holder)).encode())
+    return holder
+
+
+def save_elsewhere(nodes: Nodes, near: PeerStore) -> TwoRoots:
+    """Leave what a job of another host leaves that was killed in its first save: packs and parity that do not count."""
+    run = TwoRoots(near, LocalStore(nodes.root, settings=SETTINGS))
+    run_id = ensure_near(run, "1" * 32, "0")
+    put_epoch(run, Epoch(1, run_id, note_job_elsewhere(near)))
+    for name in nodes.names:
+        folder = near_folder_at(nodes.folder(name), SETTINGS)
+        folder.put(f"{ATTEMPT}r00000.safetensors", b"pack")
+        folder.put(parity_keys(ATTEMPT)[1], b"parity")
+    return run
 
 
 def test_a_job_of_another_host_that_has_saved_nothing_lives_while_it_locks_the_node(nodes: Nodes) -> None:
@@ -137,3 +164,32 @@ def test_an_agent_that_awaits_its_job_asks_the_others_by_one_client(nodes: Nodes
     # Closed connections stay in the table of the kernel for a minute. Each has two ends.
     ends = Path("/proc/net/tcp").read_text().count(f":{serving.port:04X} ")
     assert ends <= 8, "a client keeps its connection"
+
+
+def test_an_agent_takes_the_drain_of_another_one_for_no_job_and_leaves_no_pack(nodes: Nodes) -> None:
+    nodes.start("a")
+    run = save_elsewhere(nodes, nodes.meet())
+    assert nodes.files() == ["a", "a"]
+    nodes.die()
+    await_(lambda: (status := nodes.status("a")) is not None and status.state == "lingering")
+    with hold_writer_lease(run, SystemClock(), 60.0, "1" * 32):
+        await_(lambda: not nodes.is_running("a"))
+    assert nodes.files() == []
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_agent_that_is_left_alone_ends_and_keeps_what_the_root_may_lack(nodes: Nodes, is_known: bool) -> None:
+    for name in "abc":
+        nodes.start(name)
+    save_elsewhere(nodes, nodes.meet())
+    await_(lambda: nodes.status("c") is not None)
+    lost = [serving.pid for serving in (read_serving(nodes.folder(name)) for name in "ab") if serving is not None]
+    if not is_known:
+        kill(*lost)
+    nodes.die()
+    await_(lambda: (status := nodes.status("c")) is not None and status.state == "orphaned")
+    kill(*lost)
+    await_(lambda: not nodes.is_running("c"))
+    assert ("c" in nodes.files()) is not is_known
+    log = (nodes.memory / "c" / LOG_FILE).read_text()
+    assert log.count("whether a job lives is unknown") <= 2 and ("keeps 2 files" in log) is not is_known
