@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from torch.nn import functional
 import holdfast
 from holdfast.errors import ConflictError
 from holdfast.settings import Settings
+from holdfast.stored.peers.union import PeerStore
 from holdfast.training.saving.handle import SaveHandle
 from tests.support.forked_processes import write_whole
 from tests.support.gloo_worlds import World
@@ -111,8 +114,26 @@ def undisturbed(world: World, folder: str) -> None:
         journal.note("loss", step, training.loss(step).hex())
 
 
-def live(world: World, folder: str, near: str, life: str, nodes: Sequence[str], last_step: int) -> None:
+def _stop_before_manifest(step: int) -> None:
+    """Have the process stop, once, when it is about to put the manifest of a step on the keepers."""
+    put, stops = PeerStore.put_if_absent, {f"step-{step:012d}/manifest.json"}
+
+    def put_or_stop(store: PeerStore, name: str, data: bytes, **options: bool) -> None:
+        if name in stops:
+            stops.remove(name)
+            # To this thread: one that is sent to the process may stop it only after this thread has put the manifest.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        put(store, name, data, **options)
+
+    PeerStore.put_if_absent = put_or_stop  # type: ignore[method-assign]
+
+
+def live(
+    world: World, folder: str, near: str, life: str, nodes: Sequence[str], last_step: int, stops_at: int = 0
+) -> None:
     """Resume, train and save, as a rank of the node of its number."""
+    if stops_at:
+        _stop_before_manifest(stops_at)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     os.environ["HOLDFAST_NODE"] = nodes[world.rank]
     place = Path(folder)

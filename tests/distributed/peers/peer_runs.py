@@ -26,8 +26,6 @@ from tests.support.server_folders import steps_in
 
 CASES = "tests.distributed.peers.peer_cases"
 await_ = partial(await_within, 60.0)
-BLOCKED_SECONDS_MAX = 8.0
-"""A step is never blocked for so long: a busy machine takes a second or two, a wait that nobody ends takes 10."""
 
 
 @dataclass
@@ -87,6 +85,8 @@ class Run:
     """The node of each rank of the next life, in any order."""
     replicated: int = 0
     """The newest step of which rank 0 was told that no loss of a node loses it."""
+    blocked_seconds_max: float = 8.0
+    """A step is never blocked for so long: a busy machine takes a second or two, a wait that nobody ends takes 10."""
     lives: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -113,34 +113,37 @@ class Run:
             shutil.rmtree(self.memory / node)
 
     @contextmanager
-    def life(self, *, awaited: str = "replicated", last_step: int = STEPS) -> Iterator[Life]:
+    def life(self, *, awaited: str = "replicated", last_step: int = STEPS, stops_at: int = 0) -> Iterator[Life]:
         """Start a job; at the end of the block no rank is left.
 
         Args:
             awaited: The kind of line with whose first the block begins.
             last_step: The job ends by itself after this step.
+            stops_at: The rank that publishes this step stops before it puts the manifest; 0 for none.
         """
         self.lives += 1
+        expected = self.replicated
         life = Life(self.folder / f"life-{self.lives}", self.chance.sample(self.nodes, len(self.nodes)))
-        arguments = {"folder": str(self.folder), "near": str(self.memory), "life": life.folder.name}
-        case = Case(f"{CASES}:live", {**arguments, "nodes": list(life.nodes), "last_step": last_step})
+        arguments: dict[str, object] = {"folder": str(self.folder), "near": str(self.memory), "life": life.folder.name}
+        arguments |= {"nodes": list(life.nodes), "last_step": last_step, "stops_at": stops_at}
+        case = Case(f"{CASES}:live", arguments)
         with Launch(len(life.nodes), [case], life.folder / "world"):
             await_(lambda: bool(life.lines(awaited)) or life.has_ended, said=life.said)
             assert life.lines(awaited), life.said()
             yield life
             kill(*life.ranks)
-        self._judge(life)
+        self._judge(life, expected)
 
-    def _judge(self, life: Life) -> None:
+    def _judge(self, life: Life, expected: int) -> None:
         """Require that the job has resumed at an acknowledged step or a newer one, and trained as if undisturbed."""
         (resumed,) = (int(words[0]) for words in life.lines("resumed"))
-        assert resumed >= self.replicated, f"resumed at {resumed} of {self.replicated}\n{life.said()}"
+        assert resumed >= expected, f"resumed at {resumed} of {expected}\n{life.said()}"
         losses = {int(step): loss for step, loss in life.lines("loss")}
         assert list(losses) == [*range(resumed + 1, resumed + 1 + len(losses))], life.said()
         differing = [step for step, loss in losses.items() if loss != self.whole[step]]
         assert not differing, f"other losses at steps {differing}\n{life.said()}"
         blocked = max((float(seconds) for _, seconds in life.lines("blocked")), default=0.0)
-        assert blocked < BLOCKED_SECONDS_MAX, f"a step was blocked for {blocked} s\n{life.said()}"
+        assert blocked < self.blocked_seconds_max, f"a step was blocked for {blocked} s\n{life.said()}"
         self.replicated = max(self.replicated, life.newest("replicated"))
         self.counts["lives"] += 1
         self.counts["steps with equal losses"] += len(losses)
