@@ -4,6 +4,7 @@ A connection passes through these states. One thread serves the connection, and 
 
     unproven (greeting, then the first request) -> proven (requests and answers in turn) -> closed
     unproven -> closed, after `proving_seconds`, or as the oldest of too many
+    proven -> closed, as the one of too many that waits longest for a request
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 import msgspec
 
+from holdfast.agent.limits import DEFAULT_LIMITS, Limits
 from holdfast.base.interrupts import start_thread
 from holdfast.base.ports.store import Store
 from holdfast.base.wire import framing
@@ -42,7 +43,7 @@ from holdfast.base.wire.framing import (
 from holdfast.base.wire.link import Link, LinkCut, new_nonce
 from holdfast.core.format.names import PACK_SUFFIX, is_link_name, is_pack_name
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, UnavailableError
-from holdfast.settings import KIB, MIB
+from holdfast.settings import KIB
 from holdfast.stored.peers.parity_files import PARITY_FILE, attempt_of
 
 _log = logging.getLogger(__name__)
@@ -73,29 +74,6 @@ class ServedFolder(Store, Protocol):
     def put_if_absent(self, key: str, data: bytes | Callable[[int], None], *, folders_durable: bool = True) -> None:
         """Do the same unless the key exists."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of all peers together; tests take smaller ones."""
-
-    connections: int = 512
-    """Most connections; one more is closed at once. Each has a thread, and memory for a header."""
-
-    unproven: int = 64
-    """Most connections without a proof; one more cuts off the oldest."""
-
-    proving_seconds: float = 5.0
-    """Longest time until the first proven request."""
-
-    idle_seconds: float = 30.0
-    """Longest wait for a byte, or for memory."""
-
-    buffer_bytes: int = 64 * MIB
-    """Memory of all headers, pieces, pages and tasks. Connections wait for that of pages and tasks."""
-
-
-DEFAULT_LIMITS = Limits()
 
 
 class PeerServer:
@@ -157,15 +135,31 @@ class PeerServer:
 
     def _begin(self, connection: socket.socket, where: str) -> None:
         unproven = [each for each in self._conversations if not each.is_proven]
-        if len(self._conversations) >= self.limits.connections:
-            connection.close()
-            return
         if len(unproven) >= self.limits.unproven:
-            unproven[0].link.cut()
-            self._conversations.pop(unproven[0])
+            self._cut(unproven[0])
+        if len(self._conversations) >= self.limits.connections:
+            idle = [each for each in self._conversations if each.is_proven and each.link.is_idle()]
+            if not idle:
+                connection.close()
+                return
+            self._cut(min(idle, key=lambda each: each.link.begun_seconds))
         conversation = _Conversation(self, Link(connection, AGENT, where))
         start_thread(threading.Thread(target=conversation.run, name="holdfast-peer", daemon=True))
         self._conversations[conversation] = None
+
+    def _cut(self, conversation: _Conversation) -> None:
+        conversation.link.cut()
+        self._conversations.pop(conversation)
+
+    def require_kept(self, conversation: _Conversation) -> None:
+        """Refuse a request that came while its connection was cut: the peer may send the request again.
+
+        Raises:
+            LinkCut: The connection was cut.
+        """
+        with self._lock:
+            if conversation not in self._conversations:
+                raise LinkCut(f"{conversation.link.where}: was cut to make room")
 
     def leave(self, conversation: _Conversation) -> None:
         """Forget a connection that has ended."""
@@ -213,6 +207,7 @@ class _Conversation:
         line = ""
         try:
             head = self.link.receive_head()
+            self._server.require_kept(self)
             line = head.line
             if self.link.session is None:
                 self._greet(head)

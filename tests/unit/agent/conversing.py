@@ -25,7 +25,8 @@ PACK_BYTES = 16 * MIB
 
 _PROGRAM = """
 import logging, sys
-from holdfast.agent.serving import Limits, PeerServer
+from holdfast.agent.limits import Limits
+from holdfast.agent.serving import PeerServer
 from holdfast.backends.stores.shelf import ShelfStore
 from holdfast.base.wire.framing import Credentials
 from holdfast.settings import Settings

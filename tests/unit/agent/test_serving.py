@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.agent.serving import Limits, PeerServer
+from holdfast.agent.limits import Limits
+from holdfast.agent.serving import PeerServer
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.peers.peer import Peer
 from holdfast.base.ports.readable import StoreEntry

@@ -66,9 +66,11 @@ class Link:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_SECONDS * 1000)
-        self._socket, self._role, self._where = connection, role, where
+        self._socket, self._role, self.where = connection, role, where
         self._exchange, self._number, self._ahead = Exchange(role), 0, memoryview(b"")
-        self._begun_seconds, self._wait_ticks = _CLOCK.monotonic_seconds(), dict[int, int]()
+        self._wait_ticks = dict[int, int]()
+        self.begun_seconds, self._has_head = _CLOCK.monotonic_seconds(), False
+        """When the exchange began."""
         self.idle_seconds = self._deadline = math.inf
         """Longest wait for a byte."""
         self.session: Session | None = None
@@ -100,7 +102,8 @@ class Link:
     def begin_next(self) -> None:
         """Begin the next exchange."""
         self._exchange, self._number = Exchange(self._role), self._number + 1
-        self.is_proven, self.owed_bytes, self._begun_seconds = False, 0, _CLOCK.monotonic_seconds()
+        self.is_proven, self.owed_bytes = False, 0
+        self.begun_seconds, self._has_head = _CLOCK.monotonic_seconds(), False
 
     def receive_head(self) -> Head:
         """Return the header of the other end; the body is owed from then on.
@@ -114,6 +117,7 @@ class Link:
             if not left:
                 raise CorruptError(f"header: more than {HEADER_BYTES_MAX} bytes; expected at most so many")
             count = self._receive(room[:left], 0)
+            self._has_head = True
             left, head = left - count, self._exchange.receive(bytes(room[:count]))
         self._ahead, self.owed_bytes = memoryview(self._exchange.rest), head.body_bytes
         if len(self._ahead) > self.owed_bytes:
@@ -139,7 +143,7 @@ class Link:
         except OSError as error:
             raise self._cut(error) from error
         if not count:
-            raise LinkCut(f"{self._where}: closed the connection", may_take_effect=True)
+            raise LinkCut(f"{self.where}: closed the connection", may_take_effect=True)
         return count
 
     def send_head(self, head: Head, *, more: bool = False) -> None:
@@ -167,14 +171,21 @@ class Link:
             except OSError as error:
                 raise self._cut(error) from error
             if not count:
-                raise LinkCut(f"{self._where}: the file was cut short meanwhile")
+                raise LinkCut(f"{self.where}: the file was cut short meanwhile")
             start += count
 
     def is_fresh(self) -> bool:
         """Return whether the connection stands, was used a moment ago, and the other end has sent nothing."""
+        return _CLOCK.monotonic_seconds() - self.begun_seconds < _FRESH_SECONDS and not self._has_come()
+
+    def is_idle(self) -> bool:
+        """Return whether nothing of the next header has come."""
+        return not self._has_head and not self._has_come()
+
+    def _has_come(self) -> bool:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return _CLOCK.monotonic_seconds() - self._begun_seconds < _FRESH_SECONDS and not poll.poll(0)
+        return bool(poll.poll(0))
 
     def cut(self) -> None:
         """End the connection from another thread: the call that waits on it fails."""
@@ -198,6 +209,6 @@ class Link:
 
     def _cut(self, error: OSError) -> LinkCut:
         if isinstance(error, BlockingIOError | TimeoutError):
-            return LinkSilent(f"{self._where}: did not answer in time", is_throttled=True, may_take_effect=True)
+            return LinkSilent(f"{self.where}: did not answer in time", is_throttled=True, may_take_effect=True)
         why = f"the connection failed ({error.strerror or error})"
-        return LinkCut(f"{self._where}: {why}", may_take_effect=True)
+        return LinkCut(f"{self.where}: {why}", may_take_effect=True)

@@ -33,9 +33,19 @@ _SILENT_SECONDS = 2.0
 _KEPT_MAX = 8
 """Most connections that wait for the next call."""
 
+_PAUSES_SECONDS = 0.0, 0.05, 0.1, 0.2, 0.4
+"""Pauses after a connection that the agent closed without an answer: for a moment the agent has too many."""
+
+_REMOVE = framing.Removal.LINE
+
 _CLOCK = SystemClock()
 
 _ERROR_OF = {status: kind for kind, status in framing.STATUS_OF.items()}
+
+
+class _UnansweredError(LinkCut):
+    """The agent closed the connection before an answer."""
+
 
 Room = memoryview | int
 """Memory for a body, or the most bytes that the body may have."""
@@ -45,8 +55,9 @@ class Peer(Store):
     """The folder of one node, through the agent of the node. A thread has a connection of its own during a call.
 
     A call raises `MissingError` only if the agent says that the key does not exist. An agent that does not answer
-    before the deadline is `TemporaryError`, a kind of `UnavailableError`; so are calls at once after that. No store
-    tries a call again: another node has the object, or parity of the pack, and answers sooner.
+    before the deadline is `TemporaryError`, a kind of `UnavailableError`; so are calls at once after that. No silent
+    node is asked again: another node has the object, or parity of the pack, and answers sooner. An agent with too many
+    connections closes some, and is asked once more.
     """
 
     def __init__(self, address: tuple[str, int], credentials: Credentials, timeout_seconds: float) -> None:
@@ -196,7 +207,8 @@ class Peer(Store):
     ) -> tuple[Head, memoryview]:
         """Send a request; return the header and the body of its answer.
 
-        A small body that changed on the way is asked for once more, or sent once more. Bodies of packs are not.
+        A small body that changed on the way is asked for once more, or sent once more. Bodies of packs are not. A
+        request without an answer, since the agent closed the connection, is sent again if its effect is the same.
 
         Args:
             line: Method and target.
@@ -206,14 +218,22 @@ class Peer(Store):
             room: Where the body of the answer goes, or the most bytes that the body may have.
             seconds: The deadline of the request; None for that of each call.
         """
+        method, is_conditional = line.partition(" ")[0], framing.IF_NONE_MATCH in (fields or {})
+        may_repeat = method in ("GET", "HEAD") or (method == "PUT" and not is_conditional) or line == _REMOVE
         once = partial(self._ask_once, line, expected, fields or {}, data, room, seconds)
         with self._silence_noted():
-            try:
-                return once()
-            except CorruptError:  # An agent that refuses the body of a request has stored nothing.
-                if isinstance(room, memoryview):
-                    raise
-                return once()
+            for pause in _PAUSES_SECONDS:
+                try:
+                    return once()
+                except _UnansweredError as cut:
+                    if cut.may_take_effect and not may_repeat:
+                        raise
+                    _CLOCK.sleep(pause)
+                except CorruptError:  # An agent that refuses the body of a request has stored nothing.
+                    if isinstance(room, memoryview):
+                        raise
+                    return once()
+            return once()
 
     @contextmanager
     def _silence_noted(self) -> Iterator[None]:
@@ -258,13 +278,17 @@ class Peer(Store):
         return answer, body
 
     def _answer_to(self, link: Link, head: Head, data: bytes = b"") -> Head:
-        link.send_head(head, more=bool(data))
         try:
-            link.send(data)
-        except LinkCut:
-            link.end_in(_LAST_WORD_SECONDS)
-        try:
+            link.send_head(head, more=bool(data))
+            try:
+                link.send(data)
+            except LinkCut:
+                link.end_in(_LAST_WORD_SECONDS)
             return link.receive_head()
+        except LinkSilent:
+            raise
+        except LinkCut as cut:
+            raise _UnansweredError(str(cut), may_take_effect=True) from cut
         except CorruptError as error:
             raise self._unproven(str(error)) from error
 
@@ -312,8 +336,10 @@ class Peer(Store):
             link.session = framing.Session(self._credentials, own, answer.fields.get(NONCE, ""))
             if not link.session.is_proven(framing.AGENT, 0, answer):
                 raise self._stranger("secret", "a proof that does not fit", "that of HOLDFAST_SECRET_FILE")
-        except CheckpointError:
+        except CheckpointError as error:
             link.close()
+            if isinstance(error, _UnansweredError):
+                error.may_take_effect = False  # The agent has seen no request.
             raise
         return link
 
