@@ -208,11 +208,17 @@ class PeerStore(Store):
         listed = [*keys]
         for key in listed:
             self.require_key(key)
-        attempts = dict.fromkeys(attempt_of(key) or "" for key in listed if is_pack(key))
+        packs = {key for key in listed if is_pack(key)}
+        small, attempts = [key for key in listed if key not in packs], {attempt_of(key) or "" for key in packs}
         for attempt in attempts:
             self._attempts.pop(attempt, None)
-        gone = [*listed, *(key for attempt in attempts for key in parity_keys(attempt))]
-        answers = self._answers(self._nodes, lambda store: store.delete(gone))
+
+        def remove(store: Store) -> None:
+            # A pack is on one node of many, and an object of an earlier job may be on any.
+            here = packs & {key for attempt in attempts for key in packs_at(store, attempt)}
+            store.delete([*small, *here, *(key for attempt in attempts for key in parity_keys(attempt))])
+
+        answers = self._answers(self._nodes, remove)
         self._require_enough(answers, "may still have objects that were removed")
 
     def move(self, key: str, new_key: str) -> None:

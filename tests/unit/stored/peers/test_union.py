@@ -260,6 +260,22 @@ def test_what_is_deleted_takes_its_parity_along(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_a_node_is_told_of_the_packs_that_are_there(tmp_path: Path) -> None:
+    nodes, told = Nodes(tmp_path, 4), dict[str, set[str]]()
+    packs = nodes.put_packs([1000] * 4)
+
+    def delete(name: str, keys: list[str]) -> None:
+        told[name] = {*keys}
+        LocalStore.delete(nodes.stores[name], keys)
+
+    for name in nodes.names:
+        nodes.stores[name].delete = partial(delete, name)  # type: ignore[method-assign]
+    nodes.at(0).delete([*packs, "latest"])
+    for name, key in zip(nodes.names, packs, strict=True):
+        assert told[name] == {key, "latest", *parity_keys(ATTEMPT)}
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_parity_that_was_begun_is_made_anew(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 3)
     packs = nodes.put_packs([30_000] * 3)
