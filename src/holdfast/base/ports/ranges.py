@@ -45,6 +45,21 @@ def check_buffers(where: str, total_bytes: int, start: int, buffers: Buffers) ->
     _require_inside(where, total_bytes, start, start + sum(buffer.nbytes for buffer in buffers))
 
 
+def runs_of(ranges: ByteRanges, bytes_max: int) -> list[tuple[int, int]]:
+    """Return numbers, the first and the one after the last, of ranges that one request reads: neighbours in order.
+
+    Args:
+        ranges: Half-open byte ranges.
+        bytes_max: Most bytes of a request for more than one range.
+    """
+    runs, first = [], 0
+    for number, (start, stop) in enumerate(ranges):
+        if number > first and (start != ranges[number - 1][1] or stop - ranges[first][0] > bytes_max):
+            runs.append((first, number))
+            first = number
+    return [*runs, (first, len(ranges))] if ranges else []
+
+
 def _require_inside(where: str, total_bytes: int, start: int, stop: int) -> None:
     if not 0 <= start <= stop:
         raise InvalidError(f"read of {where}: range [{start}, {stop}); expected 0 <= start <= stop")

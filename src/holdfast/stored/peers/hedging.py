@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, as_completed, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 
 from holdfast.base.clock import Clock
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.ranges import check_ranges
+from holdfast.base.ports.ranges import check_ranges, runs_of
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange
 from holdfast.base.ports.store import Store
-from holdfast.core.engine.buffers import allocate_aligned
+from holdfast.core.engine.buffers import allocate_aligned, copy_bytes
 from holdfast.core.engine.parallel_map import WorkerThreads
 from holdfast.errors import CheckpointError, shown_bytes
 from holdfast.settings import KIB, MIB
@@ -63,7 +64,7 @@ class Paces:
             url: Names the store of all nodes, for people.
             clock: Measures.
         """
-        self.url, self.clock, self.scratch = url, clock, threading.local()
+        self.url, self.clock, self._scratch = url, clock, threading.local()
         self._nodes, self._lock = defaultdict[str, _Pace](_Pace), threading.Lock()
         self.read_bytes = Counter[str]()
         """Bytes of packs that were read, by place."""
@@ -111,6 +112,33 @@ class Paces:
             pace.given_up = [read for read in pace.given_up if not read.done()]
             return bool(pace.given_up) or self.clock.monotonic_seconds() < pace.slow_until
 
+    def read_by_windows(
+        self,
+        ranges: ByteRanges,
+        buffers: Buffers,
+        on_range: OnRange | None,
+        read: Callable[[ByteRanges, memoryview], memoryview],
+    ) -> None:
+        """Carry out `read_into` by reads of at most one window into memory of this thread.
+
+        Args:
+            ranges, buffers, on_range: As for `read_into`; the ranges are within the object.
+            read: Takes ranges and memory; returns the memory that begins with the bytes of the ranges.
+        """
+        for window in _windows(ranges):
+            wanted = [(start, stop) for _, start, stop in window]
+            memory = read(wanted, self._scratch.__dict__.pop("memory", None) or allocate_aligned(WINDOW_BYTES))
+            for (number, start, stop), part in zip(window, _cut(memory, wanted), strict=True):
+                buffer, (first, last) = buffers[number], ranges[number]
+                if on_range is not None and (start, stop) == (first, last):
+                    on_range(number, part)
+                    continue
+                if part:  # An empty buffer cannot be cast.
+                    copy_bytes(part, buffer.cast("B")[start - first : stop - first])
+                if on_range is not None and stop == last:
+                    on_range(number, buffer)
+            self._scratch.memory = memory  # Not after an error: a read that was given up may go on.
+
 
 class HedgedNode(ForwardingStore):
     """A node whose packs can be read through parity too, as a store that does not wait long for the node."""
@@ -133,22 +161,10 @@ class HedgedNode(ForwardingStore):
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         """Read byte ranges of a pack, each into memory of this store first: a read that was given up goes on."""
         check_ranges(f"{self.url}/{key}", max((stop for _, stop in ranges), default=0), ranges, buffers)
-        for window in _windows(ranges):
-            memory = self._read(key, [(start, stop) for _, start, stop in window])
-            parts = _cut(memory, [(start, stop) for _, start, stop in window])
-            for (number, start, stop), part in zip(window, parts, strict=True):
-                buffer, (first, last) = buffers[number], ranges[number]
-                if on_range is not None and (start, stop) == (first, last):
-                    on_range(number, part)
-                    continue
-                if part:  # An empty buffer cannot be cast.
-                    buffer.cast("B")[start - first : stop - first] = part
-                if on_range is not None and stop == last:
-                    on_range(number, buffer)
-            self._paces.scratch.memory = memory
+        self._paces.read_by_windows(ranges, buffers, on_range, partial(self._read, key))
 
-    def _read(self, key: str, ranges: ByteRanges) -> memoryview:
-        """Return memory that begins with the bytes of some ranges, of at most one window."""
+    def _read(self, key: str, ranges: ByteRanges, memory: memoryview) -> memoryview:
+        """Return memory that begins with the bytes of some ranges: the given memory, or another one."""
         count, paces = sum(stop - start for start, stop in ranges), self._paces
 
         def direct(memory: memoryview, begun: float) -> None:
@@ -160,12 +176,9 @@ class HedgedNode(ForwardingStore):
                 paces.end(self._name, count, begun, came=came)
 
         def through_parity(memory: memoryview) -> None:
-            for (start, stop), part in zip(ranges, _cut(memory, ranges), strict=True):
-                assert self._rebuild is not None, "asked for only then"
-                self._rebuild(key, start, stop, part)
+            assert self._rebuild is not None, "asked for only then"
+            rebuild_runs(partial(self._rebuild, key), ranges, memory)
 
-        # This thread has the memory of the last read, unless the read was given up.
-        memory = paces.scratch.__dict__.pop("memory", None) or allocate_aligned(WINDOW_BYTES)
         node, parity = f"node {self._name}", f"parity of node {self._name}"
         if self._rebuild is not None and paces.is_slow(self._name):
             with suppress(CheckpointError):
@@ -189,6 +202,15 @@ class HedgedNode(ForwardingStore):
                 return reads[read]
         asked.result()
         raise AssertionError("both reads have failed")
+
+
+def rebuild_runs(rebuild: Callable[[int, int, memoryview], object], ranges: ByteRanges, memory: memoryview) -> None:
+    """Fill memory with the bytes of some ranges; neighbours are rebuilt at once."""
+    at = 0
+    for first, last in runs_of(ranges, WINDOW_BYTES):
+        start, stop = ranges[first][0], ranges[last - 1][1]
+        rebuild(start, stop, memory[at : at + stop - start])
+        at += stop - start
 
 
 def _windows(ranges: ByteRanges) -> Iterator[list[tuple[int, int, int]]]:

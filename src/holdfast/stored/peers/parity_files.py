@@ -13,22 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 
 import msgspec
 
 from holdfast.base.clock import SystemClock
+from holdfast.base.ports.readable import Buffers, OnRange
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.format.names import is_attempt_folder, is_pack_name, step_of_folder
 from holdfast.core.format.sealed_json import decode_sealed, header, sealed
 from holdfast.core.plan.parity import PackStream, ParityInput, Stripe, xor_into
 from holdfast.errors import CorruptError, MissingError, UnavailableError, first_three
-from holdfast.settings import MIB
+from holdfast.settings import KIB, MIB
 
 PARITY_FOLDER, PARITY_FILE = "parity/", "xor"
 WINDOW_BYTES = 8 * MIB
 """Bytes that are read, and held, at a time."""
+
+_PIECE_BYTES = 512 * KIB
+"""Bytes of a window that are taken at a time: they stay in the processor's cache."""
 
 _TABLE_BYTES_MAX = 64 * MIB
 _KIND = "parity"
@@ -126,11 +131,11 @@ def protect(
     total_bytes, pulls = table.stripe.parity_bytes(table.number), table.stripe.pulls(table.number)
     group[own].delete(keys)  # An earlier call may have died in between.
 
-    def read(pull: ParityInput, part: memoryview) -> None:
-        assert pull.key is not None, "parity is of packs"
-        stores[pull.member].read_into(pull.key, [(pull.start, pull.stop)], [part])
+    def read(part: ParityInput, buffers: Buffers, on_range: OnRange | None) -> None:
+        assert part.key is not None, "parity is of packs"
+        stores[part.member].read_into(part.key, _ranges_of(part, buffers), buffers, on_range)
         if bytes_per_second is not None:
-            pause(part.nbytes / bytes_per_second)
+            pause((part.stop - part.start) / bytes_per_second)
 
     if total_bytes:
         upload = group[own].upload(xor_key, total_bytes, WINDOW_BYTES, folders_durable=False)
@@ -154,7 +159,7 @@ def xor_windows(
     inputs: Sequence[ParityInput],
     total_bytes: int,
     room: Callable[[int, int], memoryview],
-    read: Callable[[ParityInput, memoryview], None],
+    read: Callable[[ParityInput, Buffers, OnRange | None], None],
 ) -> Iterator[tuple[int, memoryview]]:
     """Fill memory with the XOR of some ranges, a window at a time; yield start and memory of each window.
 
@@ -162,26 +167,36 @@ def xor_windows(
         inputs: The ranges, each with a place in the whole.
         total_bytes: Bytes of the whole.
         room: Returns memory for the bytes from a start to a stop.
-        read: Reads one range into memory of its length.
+        read: Reads one range into consecutive buffers; hands each over before the next one is filled.
     """
-    scratch = allocate_aligned(min(max(total_bytes, 1), WINDOW_BYTES))
+    scratch = allocate_aligned(_PIECE_BYTES)[:_PIECE_BYTES]
     for start in range(0, total_bytes, WINDOW_BYTES):
         stop = min(start + WINDOW_BYTES, total_bytes)
         window, filled = room(start, stop), 0
         for each in inputs:
             first, last = max(each.at, start) - start, min(each.at + each.stop - each.start, stop) - start
-            if first < last:
-                # The first bytes of a place go there at once: no zeros and no XOR.
-                is_alone, begin = first >= filled, each.start + start + first - each.at
-                part = window[first:last] if is_alone else scratch[: last - first]
-                read(replace(each, start=begin, stop=begin + last - first, at=first), part)
-                end = first if is_alone else max(filled, last)
-                window[filled:end] = bytes(end - filled)
-                if not is_alone:
-                    xor_into(window, first, part)
-                filled = max(filled, last)
+            if first >= last:
+                continue
+            begin = each.start + start + first - each.at
+            part = replace(each, start=begin, stop=begin + last - first, at=first)
+            if first >= filled:  # No other range was there: neither zeros nor XOR.
+                window[filled:first] = bytes(first - filled)
+                read(part, [window[first:last]], None)
+            else:
+                window[filled:last] = bytes(max(last - filled, 0))
+                pieces = [scratch[: last - at] for at in range(first, last, _PIECE_BYTES)]
+                read(part, pieces, partial(_xor_piece, window, first))
+            filled = max(filled, last)
         window[filled:] = bytes(stop - start - filled)
         yield start, window
+
+
+def _xor_piece(window: memoryview, first: int, number: int, piece: memoryview) -> None:
+    xor_into(window, first + number * _PIECE_BYTES, piece)
+
+
+def _ranges_of(part: ParityInput, buffers: Buffers) -> list[tuple[int, int]]:
+    return [*pairwise(accumulate(map(len, buffers), initial=part.start))]
 
 
 def read_table(node: Store, attempt: str) -> ParityTable:
@@ -282,8 +297,8 @@ class AttemptPlaces:
 
 def rebuild_into(
     nodes: Mapping[str, Store], found: AttemptPlaces, key: str, start: int, stop: int, buffer: memoryview
-) -> str:
-    """Fill a buffer with a range of a pack, from the other nodes of the writer's group; return the writer.
+) -> None:
+    """Fill a buffer with a range of a pack, from the other nodes of the writer's group.
 
     Args:
         nodes: The folders of the nodes, by name.
@@ -296,15 +311,14 @@ def rebuild_into(
     """
     group, inputs = found.inputs_of(key, start, stop)
 
-    def read(each: ParityInput, part: memoryview) -> None:
-        at = parity_keys(attempt_of(key) or "")[1] if each.key is None else each.key
-        node = group.nodes[each.member] if each.key is None else found.holders[at]
+    def read(part: ParityInput, buffers: Buffers, on_range: OnRange | None) -> None:
+        at = parity_keys(attempt_of(key) or "")[1] if part.key is None else part.key
+        node = group.nodes[part.member] if part.key is None else found.holders[at]
         try:
-            nodes[node].read_into(at, [(each.start, each.stop)], [part])
+            nodes[node].read_into(at, _ranges_of(part, buffers), buffers, on_range)
         except MissingError as error:  # Not the pack that is asked for.
             raise UnavailableError(f"{key}: cannot be rebuilt: {error}") from error
 
     target = buffer.cast("B") if buffer.nbytes else buffer
     for _ in xor_windows(inputs, stop - start, lambda first, last: target[first:last], read):
         pass
-    return group.table.nodes[group.number]

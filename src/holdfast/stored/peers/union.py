@@ -30,7 +30,7 @@ from holdfast.errors import (
     UnavailableError,
     first_three,
 )
-from holdfast.stored.peers.hedging import HedgedNode, Paces
+from holdfast.stored.peers.hedging import HedgedNode, Paces, rebuild_runs
 from holdfast.stored.peers.keeping import put_on_keepers
 from holdfast.stored.peers.parity_files import (
     PARITY_FOLDER,
@@ -122,21 +122,29 @@ class PeerStore(Store):
                 except Exception as error:  # No answer of a node, so no other node is asked.
                     raise _TakerError from error
 
+        def taker_from(first: int) -> OnRange | None:
+            return None if on_range is None else lambda number, view: hand_on(first + number, view)
+
         def read(store: Store) -> None:
             first = given  # An earlier node may have died in between.
-            taker = None if on_range is None else lambda number, view: hand_on(first + number, view)
-            store.read_into(key, ranges[first:], buffers[first:], taker)
+            store.read_into(key, ranges[first:], buffers[first:], taker_from(first))
             if store is self._own and is_pack(key):
                 self._paces.count("own node", sum(stop - start for start, stop in ranges[first:]))
 
         def rebuild(found: AttemptPlaces) -> None:
             check_ranges(f"{self.url}/{key}", found.bytes_of(key), ranges, buffers)
-            for number in range(given, len(ranges)):
-                writer = rebuild_into(self._nodes, found, key, *ranges[number], buffers[number])
+            first, group = given, found.group_of(key)
+            assert group is not None, "only a pack in a table is rebuilt"
+            writer = group.table.nodes[group.number]
+
+            def fill(wanted: ByteRanges, memory: memoryview) -> memoryview:
+                rebuild_runs(partial(rebuild_into, self._nodes, found, key), wanted, memory)
                 if not self._is_rebuilt:
                     self._tell(writer, None)
-                self._paces.count(f"parity of node {writer}", buffers[number].nbytes)
-                hand_on(number, buffers[number])
+                self._paces.count(f"parity of node {writer}", sum(stop - start for start, stop in wanted))
+                return memory
+
+            self._paces.read_by_windows(ranges[first:], buffers[first:], taker_from(first), fill)
 
         try:
             self._first(key, read, rebuild)

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from holdfast.backends.stores.shelf import ShelfStore
+from holdfast.base.ports.readable import Buffers, OnRange
 from holdfast.core.plan.parity import ParityInput, xor_into
 from holdfast.settings import MIB, Settings
 from holdfast.stored.peers import parity_files
@@ -19,6 +20,7 @@ from holdfast.stored.peers.parity_files import attempt_of, parity_keys, protect,
 @pytest.mark.parametrize("seed", range(60))
 def test_ranges_in_any_order_with_gaps_and_overlaps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity_files, "WINDOW_BYTES", 16)
+    monkeypatch.setattr(parity_files, "_PIECE_BYTES", 5)
     chance = random.Random(seed)
     total_bytes, source, inputs = chance.randint(0, 70), chance.randbytes(200), list[ParityInput]()
     for _ in range(chance.randint(0, 8)):
@@ -30,9 +32,14 @@ def test_ranges_in_any_order_with_gaps_and_overlaps(seed: int, monkeypatch: pyte
         xor_into(expected, each.at, source[each.start : each.stop])
     found = memoryview(bytearray(b"\xaa" * total_bytes))
 
-    def read(each: ParityInput, part: memoryview) -> None:
-        assert each.stop - each.start == len(part)
-        part[:] = source[each.start : each.stop]
+    def read(part: ParityInput, buffers: Buffers, on_range: OnRange | None) -> None:
+        at = part.start
+        for number, buffer in enumerate(buffers):
+            buffer[:] = source[at : at + len(buffer)]
+            at += len(buffer)
+            if on_range is not None:
+                on_range(number, buffer)
+        assert at == part.stop
 
     for start, window in xor_windows(inputs, total_bytes, lambda start, stop: found[start:stop], read):
         assert window == found[start : start + 16]

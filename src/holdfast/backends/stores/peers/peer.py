@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.keys import split_key, split_prefix
-from holdfast.base.ports.ranges import check_ranges
+from holdfast.base.ports.ranges import check_ranges, runs_of
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange, StoreEntry
 from holdfast.base.ports.store import Store
 from holdfast.base.ports.temporary import TemporaryError
@@ -23,6 +23,7 @@ from holdfast.base.wire import framing
 from holdfast.base.wire.framing import DIGEST, LENGTH, NONCE, OK, SMALL_BYTES_MAX, Credentials, Head, shown
 from holdfast.base.wire.link import Link, LinkCut, LinkSilent, new_nonce
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
+from holdfast.settings import MIB
 
 _LAST_WORD_SECONDS = 1.0
 """Wait for the answer of an agent that takes no more of a request: the agent may have said the reason."""
@@ -47,8 +48,11 @@ class _UnansweredError(LinkCut):
     """The agent closed the connection before an answer."""
 
 
-Room = memoryview | int
-"""Memory for a body, or the most bytes that the body may have."""
+_BULK_BYTES = 8 * MIB
+"""Most bytes of a request for several ranges."""
+
+Room = Iterator[memoryview] | int
+"""Memory for the parts of a body, each taken once the one before is filled; or the most bytes of the body."""
 
 
 class Peer(Store):
@@ -92,16 +96,30 @@ class Peer(Store):
         return bytes(self._ask(f"GET /{key}", OK, room=bytes_max)[1])
 
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
-        """Read byte ranges of one object, each by a request. The bytes of packs are not proven."""
-        # The agent itself looks whether one range is within the object.
-        is_one = len(ranges) == 1 and ranges[0][0] < ranges[0][1]
-        check_ranges(f"{self.url}/{key}", ranges[0][1] if is_one else self.size(key), ranges, buffers)
-        for number, ((start, stop), buffer) in enumerate(zip(ranges, buffers, strict=True)):
-            if start < stop:
-                room = buffer.cast("B") if (buffer.format, buffer.ndim) != ("B", 1) else buffer
-                self._ask(f"GET /{key}", framing.PARTIAL, {framing.RANGE: f"bytes={start}-{stop - 1}"}, room=room)
-            if on_range is not None:
-                on_range(number, buffer)
+        """Read byte ranges of one object, neighbours by one request. The bytes of packs are not proven."""
+        runs = runs_of(ranges, _BULK_BYTES)
+        # The agent itself looks whether one run is within the object.
+        is_one = len(runs) == 1 and ranges[0][0] < ranges[-1][1]
+        check_ranges(f"{self.url}/{key}", ranges[-1][1] if is_one else self.size(key), ranges, buffers)
+
+        def rooms(numbers: range) -> Iterator[memoryview]:
+            for number in numbers:
+                if (buffer := buffers[number]).nbytes:  # An empty one cannot be cast.
+                    yield buffer.cast("B") if (buffer.format, buffer.ndim) != ("B", 1) else buffer
+                if on_range is not None:
+                    on_range(number, buffer)
+
+        for first, last in runs:
+            start, stop, taken = ranges[first][0], ranges[last - 1][1], rooms(range(first, last))
+            if start == stop:
+                assert not [*taken], "no bytes"
+                continue
+            try:
+                self._ask(f"GET /{key}", framing.PARTIAL, {framing.RANGE: f"bytes={start}-{stop - 1}"}, room=taken)
+            except CorruptError:
+                if last - first > 1:
+                    check_ranges(f"{self.url}/{key}", self.size(key), ranges, buffers)  # Names the range at fault.
+                raise
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object whose key starts with `prefix`, behind `after`, in order; a page at a time."""
@@ -230,7 +248,7 @@ class Peer(Store):
                         raise
                     _CLOCK.sleep(pause)
                 except CorruptError:  # An agent that refuses the body of a request has stored nothing.
-                    if isinstance(room, memoryview):
+                    if not isinstance(room, int):
                         raise
                     return once()
             return once()
@@ -297,16 +315,25 @@ class Peer(Store):
         return TemporaryError(f"{self.url}: {found}; {why}. Retry", may_take_effect=True)
 
     def _body(self, link: Link, answer: Head, line: str, room: Room) -> memoryview:
-        count = link.owed_bytes
-        if isinstance(room, int) and count <= room:
-            room = memoryview(bytearray(count))
-        if isinstance(room, int) or count != len(room):
-            expected = f"at most {room}" if isinstance(room, int) else len(room)
-            raise CorruptError(f"{self.url}: {line}: {count} bytes; expected {expected}. Read another copy")
-        link.receive_into(room)
-        if DIGEST in answer.fields and count and hashlib.sha256(room).hexdigest() != answer.fields[DIGEST]:
+        """Receive a body; return the last part of it."""
+        count, summed, part = link.owed_bytes, hashlib.sha256(), memoryview(b"")
+        if isinstance(room, int):
+            if count > room:
+                raise CorruptError(f"{self.url}: {line}: {count} bytes; expected at most {room}. Read another copy")
+            room = iter([memoryview(bytearray(count))])
+        for part in room:
+            if len(part) > link.owed_bytes:
+                raise CorruptError(f"{self.url}: {line}: {count} bytes; expected more. Read another copy")
+            link.receive_into(part)
+            if DIGEST in answer.fields:
+                summed.update(part)
+        if link.owed_bytes:
+            raise CorruptError(
+                f"{self.url}: {line}: {count} bytes; expected {count - link.owed_bytes}. Read another copy"
+            )
+        if DIGEST in answer.fields and count and summed.hexdigest() != answer.fields[DIGEST]:
             raise CorruptError(f"{self.url}: {line}: the bytes are not those that the agent sent. Read another copy")
-        return room
+        return part
 
     def _refusal(self, link: Link, answer: Head, line: str) -> CheckpointError:
         """Return the error that an answer is."""

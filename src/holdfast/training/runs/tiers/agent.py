@@ -153,7 +153,7 @@ class Agent:
         while self._is_there():
             if self._watched() or self._orphaned():
                 break
-        is_over = self._has_folder() and not self._is_hurried and not self._is_job_here()
+        is_over = self._has_folder() and not self.is_hurried and not self._is_job_here()
         if is_over and self._is_memory and self._folder is not self._near:
             leave_node(self._folder, self._lacking)
 
