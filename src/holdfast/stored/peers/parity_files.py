@@ -25,7 +25,7 @@ from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.format.names import is_attempt_folder, is_pack_name, step_of_folder
 from holdfast.core.format.sealed_json import decode_sealed, header, sealed
 from holdfast.core.plan.parity import PackStream, ParityInput, Stripe, xor_into
-from holdfast.errors import CorruptError, MissingError, UnavailableError, first_three
+from holdfast.errors import CheckpointError, CorruptError, MissingError, UnavailableError, first_three
 from holdfast.settings import KIB, MIB
 
 PARITY_FOLDER, PARITY_FILE = "parity/", "xor"
@@ -96,7 +96,8 @@ def protect(
 ) -> int:
     """Keep the parity of an attempt for the other nodes of a group; return its bytes. Each node of the group does this.
 
-    Parity that is whole already stays: a node that was lost since has no packs to make the parity from again.
+    Parity that is whole already stays: a node that was lost since has no packs to make the parity from again. Parity of
+    other attempts goes if no pack of theirs is left: a removal may have ended half way, or before the parity was made.
 
     Args:
         group: The folders of the nodes, by name, in the order that all of them use.
@@ -110,6 +111,7 @@ def protect(
     """
     nodes, stores = tuple(group), [*group.values()]
     keys = table_key, xor_key = parity_keys(attempt)
+    _drop_orphans(group, own, attempt)
     with suppress(MissingError, CorruptError):
         kept = read_table(group[own], attempt)
         has_all = kept.nodes == nodes and all(
@@ -153,6 +155,27 @@ def protect(
         table_key, sealed({**header(_KIND), "number": table.number, "nodes": [*nodes], "packs": [*table.packs]})
     )
     return total_bytes
+
+
+def _drop_orphans(group: Mapping[str, Store], own: str, but: str) -> None:
+    for name in group[own].folders(PARITY_FOLDER):
+        attempt = name.replace(".", "/", 1) + "/"
+        with suppress(CheckpointError):  # Parity stays while a node is silent, or the table is damaged.
+            if attempt != but and attempt_of(f"{attempt}table") == attempt and _is_orphan(group, own, attempt):
+                group[own].delete(parity_keys(attempt))
+
+
+def _is_orphan(group: Mapping[str, Store], own: str, attempt: str) -> bool:
+    """Return whether parity of a node helps no read any more."""
+    if packs_at(group[own], attempt):
+        return False
+    try:
+        table = read_table(group[own], attempt)
+    except MissingError:
+        return True
+    # With one writer, the parity may be all that is left of a lost node.
+    writers = sum(any(packs.values()) for packs in table.packs)
+    return writers > 1 and not any(name not in group or packs_at(group[name], attempt) for name in table.nodes)
 
 
 def xor_windows(

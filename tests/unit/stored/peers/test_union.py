@@ -276,6 +276,45 @@ def test_a_node_is_told_of_the_packs_that_are_there(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+NEXT = "step-000000000030/0123456789abcdef/"
+
+
+def protect_next(nodes: Nodes) -> list[str]:
+    """Protect another attempt; return the names of the nodes that keep parity of the first one."""
+    key = f"{NEXT}r00000.safetensors"
+    nodes.stores["node-0"].put(key, bytes(500))
+    for name in nodes.names:
+        protect(nodes.stores, name, NEXT, {each: {key: 500} if each == "node-0" else {} for each in nodes.names})
+    return [name for name in nodes.names if (nodes.folder / name / parity_keys(ATTEMPT)[0]).exists()]
+
+
+def test_parity_that_outlived_its_packs_goes_with_the_next_protection(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    packs = nodes.put_packs([1000] * 3)
+    nodes.protect()
+    assert protect_next(nodes) == nodes.names
+    for name in nodes.names[:2]:
+        nodes.stores[name].delete(packs)
+    assert protect_next(nodes) == nodes.names, "one node still has a pack"
+    nodes.stores["node-2"].delete(packs)
+    fails = SilentStore(tmp_path / "node-2", settings=Settings())
+    fails.is_silent = True
+    with pytest.raises(UnavailableError):
+        protect({**nodes.stores, "node-2": fails}, "node-0", "step-000000000040/0123456789abcdef/", nodes.packs)
+    assert (tmp_path / "node-0" / parity_keys(ATTEMPT)[0]).exists(), "a silent node may have a pack"
+    assert protect_next(nodes) == []
+    assert [path.parent.name for path in tmp_path.rglob("table.json")] == [NEXT[:-1].replace("/", ".")] * 3
+
+
+def test_parity_of_a_lost_node_that_alone_wrote_stays(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 3)
+    key, data = next(iter(nodes.put_packs([1000, 0, 0]).items()))
+    nodes.protect()
+    nodes.lose(0)
+    assert protect_next(nodes) == nodes.names[1:]
+    assert read(nodes.at(1), key) == data
+
+
 def test_parity_that_was_begun_is_made_anew(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 3)
     packs = nodes.put_packs([30_000] * 3)
