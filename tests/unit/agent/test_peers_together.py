@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast._face.peers.nodes import seen_from_here, write_secret
 from holdfast.agent.serving import PeerServer
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.peers.peer import Peer
@@ -19,6 +20,7 @@ from holdfast.base.wire.framing import Credentials, Protection
 from holdfast.errors import UnavailableError
 from holdfast.settings import Settings
 from holdfast.stored.peers.parity_files import protect
+from holdfast.stored.peers.roster import Member, Roster, write_roster
 from holdfast.stored.peers.union import PeerStore
 from holdfast.testing.store import StoreSuite
 from tests.unit.agent.conversing import RUN, SECRET
@@ -130,3 +132,22 @@ def test_a_node_that_dies_is_read_from_the_others(job: Job) -> None:
     job.nodes["n1"].lose()
     with pytest.raises(UnavailableError, match=r"members \[1, 2\] of a group of 4 are lost"):
         read(job.at("n0"), [*packs][2])
+
+
+def test_a_folder_of_a_node_that_lives_elsewhere_now_is_not_read(job: Job, tmp_path: Path) -> None:
+    def member(name: str, server: PeerServer) -> Member:
+        return Member(name, name, *server.address)
+
+    here, there = job.nodes["n0"], job.nodes["n1"]
+    stale = LocalStore(tmp_path / "host" / "n1", settings=Settings())
+    stale.put("latest", b"stale")
+    moved = Roster(RUN, None, (member("n0", here.server), member("n1", job.nodes["n2"].server)), made=1.0)
+    write_roster(stale, moved)
+    own = LocalStore(tmp_path / "host" / "n0", settings=Settings())
+    write_roster(own, Roster(RUN, None, (member("n0", here.server), member("n1", there.server)), made=2.0))
+    write_secret(own.url, SECRET)
+    there.store.put("latest", b"20")
+    store = seen_from_here(f"peers://{tmp_path}/host", Settings())
+    assert store.get("latest", 10) == b"20"
+    write_roster(stale, Roster(RUN, None, (member("n0", here.server), member("n1", there.server)), made=2.0))
+    assert seen_from_here(f"peers://{tmp_path}/host", Settings()).get("latest", 10) == b"stale", "read without an agent"

@@ -86,14 +86,15 @@ def store_of(url: str, roster: Roster, own: str, folders: Mapping[str, Store], s
 def seen_from_here(url: str, settings: Settings) -> PeerStore:
     """Return the store of all nodes, for a process on one of them: by the newest roster of this host.
 
-    Folders of this host are read without their agents.
+    Folders of this host are read without their agents, but for one of an earlier job whose node lives elsewhere now.
 
     Raises:
         MissingError: This host has no folder of a node.
     """
     found = _rosters_here(url, settings)
     own = max(found, key=lambda name: found[name][0].made)
-    folders = {name: folder for name, (_, folder) in found.items()}
+    members = {each.name: each for each in found[own][0].all}
+    folders = {name: folder for name, (roster, folder) in found.items() if members.get(name) in roster.all}
     return store_of(url, found[own][0], own, folders, read_secret(node_folder(url, own)))
 
 
