@@ -18,10 +18,10 @@ from pathlib import Path
 import holdfast
 from holdfast.core.plan.placement import RosterNode, grouping
 from holdfast.training.runs.tiers.agent_files import agent_lock, is_agent_running, read_serving
+from tests.distributed.peers.nodes import agents_below, is_alive, kill
 from tests.distributed.peers.peer_cases import STEPS
 from tests.support.forked_processes import await_within
 from tests.support.gloo_worlds import Case, Launch
-from tests.support.peer_nodes import agents_below, is_alive, kill
 from tests.support.server_folders import steps_in
 
 CASES = "tests.distributed.peers.peer_cases"

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.peers.nodes import kill, node_memory
 from tests.distributed.peers.peer_cases import STEPS
 from tests.distributed.peers.peer_runs import CASES, Life, Run, await_, no_agent
 from tests.support.gloo_worlds import Case, run_world
-from tests.support.peer_nodes import kill, node_memory
 from tests.support.server_folders import steps_in
 
 ROUNDS = int(os.environ.get("PEER_LOSSES", "1"))

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from holdfast import api
+from tests.distributed.peers.nodes import kill, node_memory
 from tests.distributed.peers.peer_cases import SETTINGS
 from tests.distributed.peers.peer_runs import CASES, Life, Run, await_
 from tests.support.gloo_worlds import Case, run_world
-from tests.support.peer_nodes import kill, node_memory
 from tests.support.server_folders import steps_in
 
 NODES = ("a", "b", "c")

@@ -22,7 +22,14 @@ from holdfast.stored.peers.parity_files import protect
 from holdfast.stored.peers.roster import Roster, read_roster
 from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.runs.tiers.agent import Agent, Patience, hurried_by_signals
-from holdfast.training.runs.tiers.agent_files import SERVING_FILE, Serving, agent_lock, has_job_file, has_job_lock
+from holdfast.training.runs.tiers.agent_files import (
+    SERVING_FILE,
+    NodeWatch,
+    Serving,
+    agent_lock,
+    has_job_file,
+    has_job_lock,
+)
 from holdfast.training.runs.tiers.offline_drain import NearDrain
 
 _NODES_PER_POLL = 8
@@ -108,10 +115,12 @@ class NodeAgent:
             self._settings.lease_seconds,
             Patience(self._request["orphan_seconds"], self._request["linger_seconds"]),
             is_memory=is_in_memory(self._folder.url),
-            folder=self._folder,
-            is_current=lambda: read_roster(self._folder) == roster,
-            is_job_here=lambda: has_job_lock(self._folder.url),
-            polls_every=_polls_every(roster),
+            node=NodeWatch(
+                self._folder,
+                lambda: read_roster(self._folder) == roster,
+                lambda: has_job_lock(self._folder.url),
+                _polls_every(roster),
+            ),
         )
 
     def _protect(self, wanted: Protection) -> int:

@@ -32,12 +32,11 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 
 from holdfast.base.clock import Clock
-from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Holder
 from holdfast.base.types.events import Event
 from holdfast.core.format.names import RUN_FILE
@@ -57,6 +56,7 @@ from holdfast.training.runs.tiers.agent_files import (
     LOG_FILE,
     STATUS_FILE,
     AgentStatus,
+    NodeWatch,
     State,
     agent_lock,
     is_agent_running,
@@ -97,10 +97,7 @@ class Agent:
         patience: Patience,
         *,
         is_memory: bool,
-        folder: Store | None = None,
-        is_current: Callable[[], bool] = lambda: True,
-        is_job_here: Callable[[], bool] = lambda: False,
-        polls_every: int = 1,
+        node: NodeWatch | None = None,
     ) -> None:
         """Watch nothing yet.
 
@@ -110,16 +107,13 @@ class Agent:
             lease_seconds: Longest time without a heartbeat of a job whose process cannot be seen from here.
             patience: How long to wait.
             is_memory: Whether the near tier is in memory, and is emptied at the end.
-            folder: The folder of this agent: of a near tier of peers, that of its node. None: the near tier.
-            is_current: Whether the near tier is still made of the same nodes. If not, the watch ends.
-            is_job_here: Whether a job certainly lives on this node.
-            polls_every: How much more seldom than one agent alone this one looks.
+            node: Of a near tier of peers, the node of this agent.
         """
         self._drain = replace(drain, observer=self)
         self._clock, self._lease_seconds, self._patience = clock, lease_seconds, patience
         self._near, self._is_memory = drain.run.near, is_memory
-        self._folder, self._is_current = folder or drain.run.near, is_current
-        self._is_job_here = is_job_here
+        self._node = node or NodeWatch(self._near)
+        self._folder = self._node.folder
         self.is_hurried = False  # No event: a handler that sets one may have interrupted its wait.
         """Whether a signal has asked for the end."""
         self._seen: tuple[str, float] = "", 0.0
@@ -133,7 +127,7 @@ class Agent:
         self._writers = WriterWatch(self._near, clock, lease_seconds)
         self._state: State = "watching"
         poll_seconds = min(patience.orphan_seconds / _POLLS_PER_ORPHAN, _POLL_SECONDS_MAX)
-        self._poll_seconds = max(poll_seconds, _POLL_SECONDS_MIN) * polls_every
+        self._poll_seconds = max(poll_seconds, _POLL_SECONDS_MIN) * self._node.polls_every
 
     def hurry(self) -> None:
         """End soon: drain at once if no job lives."""
@@ -153,12 +147,12 @@ class Agent:
         while self._is_there():
             if self._watched() or self._orphaned():
                 break
-        is_over = self._has_folder() and not self.is_hurried and not self._is_job_here()
+        is_over = self._has_folder() and not self.is_hurried and not self._node.is_job_here()
         if is_over and self._is_memory and self._folder is not self._near:
             leave_node(self._folder, self._lacking)
 
     def _has_folder(self) -> bool:
-        return os.path.exists(os.path.join(self._folder.url, LOCK_FILE)) and self._is_current()
+        return os.path.exists(os.path.join(self._folder.url, LOCK_FILE)) and self._node.is_current()
 
     def _is_there(self) -> bool:
         # The folder may go or be emptied while the agent runs; nothing of it is made again.
@@ -291,7 +285,7 @@ class Agent:
         return has_job
 
     def _has_manager(self) -> bool:
-        if self._is_job_here():
+        if self._node.is_job_here():
             return True
         with suppress(MissingError, ValueError, TypeError):
             holder = job_at(self._near)

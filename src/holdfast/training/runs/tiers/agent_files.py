@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -62,6 +62,23 @@ class AgentStatus:
 
     is_running: bool = False
     """Whether the process runs; found by the reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWatch:
+    """The place from which an agent watches: a node of peers; without peers the near tier itself."""
+
+    folder: Store
+    """The folder that has the files of the agent."""
+
+    is_current: Callable[[], bool] = lambda: True
+    """Whether the near tier is still made of the same nodes. If not, the watch ends."""
+
+    is_job_here: Callable[[], bool] = lambda: False
+    """Whether a job certainly lives on the node."""
+
+    polls_every: int = 1
+    """How much more seldom than one agent alone this one looks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ from holdfast.training.runs.tiers.agent_files import (
     read_serving,
     read_status,
 )
+from tests.distributed.peers.nodes import kill, node_memory
 from tests.support.forked_processes import await_within
-from tests.support.peer_nodes import kill, node_memory
 
 ATTEMPT = "step-000000000001/0123456789abcdef/"
 SECRET = b"s" * 32
@@ -152,6 +152,7 @@ def test_an_agent_without_the_secret_refuses_to_serve(nodes: Nodes) -> None:
     await_(lambda: not nodes.is_running("a"))
 
 
+@pytest.mark.long
 def test_an_agent_that_awaits_its_job_asks_the_others_by_one_client(nodes: Nodes) -> None:
     nodes.seconds["orphan_seconds"] = 60.0
     for name in ("a", "b"):
@@ -172,11 +173,12 @@ def test_an_agent_takes_the_drain_of_another_one_for_no_job_and_leaves_no_pack(n
     assert nodes.files() == ["a", "a"]
     nodes.die()
     await_(lambda: (status := nodes.status("a")) is not None and status.state == "lingering")
-    with hold_writer_lease(run, SystemClock(), 60.0, "1" * 32):
+    with hold_writer_lease(run, SystemClock(), 3.0, "1" * 32):
         await_(lambda: not nodes.is_running("a"))
     assert nodes.files() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_known", [True, False])
 def test_an_agent_that_is_left_alone_ends_and_keeps_what_the_root_may_lack(nodes: Nodes, is_known: bool) -> None:
     for name in "abc":

@@ -17,7 +17,7 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.settings import Settings
 from holdfast.stored.peers.roster import read_roster, write_roster
 from holdfast.training.runs.tiers.agent_files import JOB_FILE, is_agent_running
-from tests.support.peer_nodes import node_memory
+from tests.distributed.peers.nodes import node_memory
 
 ORPHAN_SECONDS = 4.0
 

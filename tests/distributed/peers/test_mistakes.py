@@ -16,9 +16,9 @@ import holdfast
 from holdfast._face.peers.statement import Statement, require_named
 from holdfast.errors import InvalidError
 from holdfast.training.runs.tiers.agent_files import read_serving
+from tests.distributed.peers.nodes import is_alive, node_memory
 from tests.support.forked_processes import REPOSITORY, environment
 from tests.support.gloo_worlds import Case, World, run_world
-from tests.support.peer_nodes import is_alive, node_memory
 
 pytestmark = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to")
 
