@@ -124,7 +124,7 @@ def test_one_node_alone_is_told_and_works(tmp_path: Path, memory: Path, caplog: 
 def test_an_agent_of_another_secret_is_replaced(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_SECRET_FILE", secret_file(tmp_path, SECRET))
     killed = (
-        "import os, sys; from tests.everyday.test_peer_mistakes import job; "
+        "import os, sys; from tests.distributed.peers.test_mistakes import job; "
         "manager = job(sys.argv[1], sys.argv[2]); os._exit(0)"
     )
     command = [sys.executable, "-c", killed, str(tmp_path / "root"), str(memory)]
@@ -178,7 +178,7 @@ def refused(world: World, memory: str, environment: list[dict[str, str]], group:
 def test_nodes_that_do_not_fit_together_are_refused_on_all_ranks(tmp_path: Path, memory: Path) -> None:
     def case(name: str, environment: list[dict[str, str]], group: int | None = None) -> Case:
         arguments = {"memory": str(memory), "environment": environment, "group": group}
-        return Case("tests.everyday.test_peer_mistakes:refused", arguments, name)
+        return Case("tests.distributed.peers.test_mistakes:refused", arguments, name)
 
     nodes = [{"HOLDFAST_NODE": "a"}, {"HOLDFAST_NODE": "b"}]
     secrets = []
