@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._face.peers.statement import Statement, require_named
+from holdfast._face.peers.statement import StatedNode, require_named
 from holdfast.errors import InvalidError
 from holdfast.training.runs.tiers.agent_files import read_serving
 from tests.distributed.peers.nodes import is_alive, node_memory
@@ -151,13 +151,13 @@ def test_without_h11_the_command_that_installs_it_is_named(tmp_path: Path, memor
 
 
 def test_nodes_that_cannot_be_told_apart_are_refused() -> None:
-    require_named([Statement("a", machine="1"), Statement("a", machine="1"), Statement("b", machine="1")])
+    require_named([StatedNode("a", machine="1"), StatedNode("a", machine="1"), StatedNode("b", machine="1")])
     with pytest.raises(InvalidError, match=r"rank 1: node 'a' is on two hosts.*Set HOLDFAST_NODE"):
-        require_named([Statement("a", machine="1"), Statement("a", machine="2")])
+        require_named([StatedNode("a", machine="1"), StatedNode("a", machine="2")])
     with pytest.raises(
         InvalidError, match=r"rank 1: nodes 0 and 1 of torchrun are on one host, 'a'.*Set HOLDFAST_NODE"
     ):
-        require_named([Statement("a", torch_node="0"), Statement("a", torch_node="1")])
+        require_named([StatedNode("a", torch_node="0"), StatedNode("a", torch_node="1")])
 
 
 def refused(world: World, memory: str, environment: list[dict[str, str]], group: int | None = None) -> str:

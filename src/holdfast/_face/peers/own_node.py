@@ -1,4 +1,4 @@
-"""The node of the rank that leads it: its folder, its agent, and the lock that shows the job to the agent."""
+"""The node as its leading rank sees the node: folder, agent, and the lock that shows the job to the agent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast._face.peers.nodes import (
     read_secret,
     write_secret,
 )
-from holdfast._face.peers.statement import Statement, make_private
+from holdfast._face.peers.statement import StatedNode, make_private
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import Clock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
@@ -42,12 +42,12 @@ class Served(msgspec.Struct):
 
 
 class OwnNode:
-    """The node of the rank that leads it: its folder, its agent, and the lock that shows the job to the agent."""
+    """The node, on the rank that leads the node."""
 
     def __init__(
         self,
         folder: LocalStore,
-        own: Statement,
+        own: StatedNode,
         run: str,
         secret: bytes,
         command: Callable[[int], Sequence[str]],
@@ -124,7 +124,7 @@ class OwnNode:
         self._agent.protect(attempt, packs, bytes_per_second, seconds)
 
     def require_agent(self) -> None:
-        """Start the agent again if it is dead; also in a folder that somebody has removed meanwhile."""
+        """Start a dead agent again; also in a folder that somebody has removed meanwhile."""
         if self._roster is not None and read_secret(self._folder.url) != self._secret:
             make_private(self._folder.url)
             self.release()
@@ -205,4 +205,4 @@ def _kill_agent(pid: int, folder: str, error: InvalidError) -> None:
             )
         os.kill(pid, signal.SIGKILL)
     except OSError:
-        return  # It has ended.
+        return  # The agent has ended.

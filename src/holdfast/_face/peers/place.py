@@ -24,7 +24,7 @@ from holdfast._face.peers.nodes import (
     store_of,
 )
 from holdfast._face.peers.own_node import OwnNode, Served
-from holdfast._face.peers.statement import Statement, require_named, secret_of, stated
+from holdfast._face.peers.statement import StatedNode, require_named, secret_of, stated
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.child_python import command_of
@@ -111,7 +111,7 @@ def _forget_former(store: PeerStore, node: OwnNode | None) -> None:
         node.forget_former()
 
 
-def _command(tier: Tier, root: Store, settings: Settings, own: Statement, folder: str, port: int) -> Sequence[str]:
+def _command(tier: Tier, root: Store, settings: Settings, own: StatedNode, folder: str, port: int) -> Sequence[str]:
     request = {
         "url": str(tier.path),
         "node": own.node,
@@ -136,7 +136,7 @@ def _roster_of(tier: Tier, root: Store, served: Sequence[Served], job: Job) -> R
 
 
 def _together(job: Job, work: Callable[[], bytes]) -> Sequence[bytes]:
-    """Do some work on each rank, and return what each has; raise on all if it failed on one."""
+    """Do some work on each rank, and return what each has; raise on all after a failure on one."""
     failure: Exception | None = None
     answer = b""
     try:

@@ -1,4 +1,4 @@
-"""What each rank states of its node before a near tier of peers is opened: name, domain, address, secret and roster."""
+"""The statement of each rank on its node before a near tier of peers is opened: name, domain, address, secret and roster."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from holdfast.training.coordination.job import Job, error_text, raise_together
 _SECRET_FILE_BYTES = 1 << 16
 
 
-class Statement(msgspec.Struct):
-    """What a rank says of its node."""
+class StatedNode(msgspec.Struct):
+    """The node of a rank, as the rank states."""
 
     node: str = ""
     domain: str = ""
@@ -54,20 +54,20 @@ class Statement(msgspec.Struct):
     error: str | None = None
 
 
-def stated(url: str, root: Store, settings: Settings, job: Job) -> tuple[Statement, Sequence[Statement]]:
-    own = Statement()
+def stated(url: str, root: Store, settings: Settings, job: Job) -> tuple[StatedNode, Sequence[StatedNode]]:
+    own = StatedNode()
     failure: Exception | None = None
     try:
         _fill(own, url, root, settings)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for a statement, whatever the error is
-        own, failure = Statement(error=error_text(error)), error
+        own, failure = StatedNode(error=error_text(error)), error
     gathered = job.comm.all_gather(msgspec.json.encode(own))
-    statements = [msgspec.json.decode(each, type=Statement) for each in gathered]
+    statements = [msgspec.json.decode(each, type=StatedNode) for each in gathered]
     raise_together([each.error for each in statements], job.comm.rank, failure)
     return own, statements
 
 
-def _fill(own: Statement, url: str, root: Store, settings: Settings) -> None:
+def _fill(own: StatedNode, url: str, root: Store, settings: Settings) -> None:
     own.node = os.environ.get("HOLDFAST_NODE") or platform.node()
     if not own.node or own.node.strip(".") != own.node or "/" in own.node:
         raise InvalidError(f"HOLDFAST_NODE={own.node!r}: expected a name without '/' and '.' at its ends")
@@ -123,7 +123,7 @@ def _given_secret(path: str) -> bytes:
     return hashlib.sha256(data.strip()).digest()
 
 
-def secret_of(statements: Sequence[Statement], job: Job) -> bytes:
+def secret_of(statements: Sequence[StatedNode], job: Job) -> bytes:
     """Return the secret of the run: the one of a file, else the one that most folders have, else a new one."""
     given = sorted({(each.secret, each.node) for each in statements if each.is_given})
     if len({secret for secret, _ in given}) > 1:
@@ -138,7 +138,7 @@ def secret_of(statements: Sequence[Statement], job: Job) -> bytes:
     return job.comm.broadcast(fresh)
 
 
-def require_named(statements: Sequence[Statement]) -> None:
+def require_named(statements: Sequence[StatedNode]) -> None:
     """Refuse nodes that cannot be told apart, or that other hosts do not reach.
 
     Raises:
@@ -153,7 +153,7 @@ def require_named(statements: Sequence[Statement]) -> None:
                         f"node {each.node!r}: MASTER_ADDR leads to {each.address} there, an address that no other host "
                         "reaches; expected one of the network. Set HOLDFAST_ADDRESS there"
                     )
-    first: dict[str, Statement] = {}
+    first: dict[str, StatedNode] = {}
     for rank, each in enumerate(statements):
         other = first.setdefault(each.node, each)
         if other.machine != each.machine:

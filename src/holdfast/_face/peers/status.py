@@ -1,4 +1,4 @@
-"""The nodes of peers, as a person asks for them: which protect each other, and what each holds."""
+"""The nodes of peers, as a person asks for them: groups, agents, and the bytes on each node."""
 
 from __future__ import annotations
 

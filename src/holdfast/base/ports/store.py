@@ -97,6 +97,9 @@ class Store(Readable, Protocol):
     read_bytes: Mapping[str, int] = MappingProxyType({})
     """Bytes of packs that were read so far, by place within the store; empty for a store of one place."""
 
+    rebuilt: Store | None = None
+    """The packs of this store, read from other bytes than their own: a pack may be damaged. None: there are none."""
+
     _split: Split = staticmethod(split_key)
     """Which keys there are."""
 
@@ -287,10 +290,6 @@ class Store(Readable, Protocol):
             UnavailableError: It failed; the same call again removes the rest.
         """
         return 0
-
-    def rebuilt(self) -> Store | None:
-        """Return the packs of this store as read from other bytes than their own, or None: a pack may be damaged."""
-        return None
 
     def with_any_names(self) -> Store | None:
         """Return the same store for keys of any printable characters, without empty parts, `.` or `..`.

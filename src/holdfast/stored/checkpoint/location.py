@@ -192,7 +192,7 @@ class CheckpointLocation:
         """Return a function that locates the packs that an attempt wrote or references."""
         attempt_folder = f"{self.folder}{attempt}/"
         links = set[str]()
-        rebuilt = [each for place in (self.store, *self.others) if (each := place.rebuilt()) is not None]
+        rebuilt = [each for place in (self.store, *self.others) if (each := place.rebuilt) is not None]
 
         def packs(name: str) -> Stored:
             if is_file_url(name):

@@ -86,6 +86,34 @@ def packs_at(node: Store, attempt: str) -> dict[str, int]:
     return {entry.key: entry.bytes for entry in found if is_pack_name(entry.key.removeprefix(attempt))}
 
 
+def _whole_bytes(
+    group: Mapping[str, Store], own: str, attempt: str, packs: Mapping[str, Mapping[str, int]]
+) -> int | None:
+    """Return the bytes of the parity that a node has of some packs; None if it is not whole."""
+    with suppress(MissingError, CorruptError):
+        table = read_table(group[own], attempt)
+        if table.nodes == tuple(group) and table.nodes[table.number] == own:
+            has_all = all(
+                packs[name].items() <= of_node.items() for name, of_node in zip(group, table.packs, strict=True)
+            )
+            total_bytes = table.stripe.parity_bytes(table.number)
+            if has_all and (not total_bytes or group[own].size(parity_keys(attempt)[1]) == total_bytes):
+                return total_bytes
+    return None
+
+
+def _listed(name: str, store: Store, attempt: str, packs: Mapping[str, int]) -> dict[str, int]:
+    """Return all packs of a node in an attempt, of which some must be there."""
+    listed = packs_at(store, attempt)
+    if lacking := packs.items() - listed.items():
+        raise UnavailableError(
+            f"{store.url}/{attempt}: node {name} lacks {len(lacking)} of {len(packs)} packs, or has them in another size: "
+            f"{first_three(sorted(key for key, _ in lacking))}. Expected all. The step stays without parity; the next "
+            "one gets parity"
+        )
+    return listed
+
+
 def protect(
     group: Mapping[str, Store],
     own: str,
@@ -110,24 +138,11 @@ def protect(
         UnavailableError: A node does not answer or has other packs, or this node has no room. Older parity stays.
     """
     nodes, stores = tuple(group), [*group.values()]
-    keys = table_key, xor_key = parity_keys(attempt)
+    keys = _, xor_key = parity_keys(attempt)
     _drop_orphans(group, own, attempt)
-    with suppress(MissingError, CorruptError):
-        kept = read_table(group[own], attempt)
-        has_all = kept.nodes == nodes and all(
-            packs[name].items() <= there.items() for name, there in zip(nodes, kept.packs, strict=True)
-        )
-        kept_bytes = kept.stripe.parity_bytes(kept.number)
-        if has_all and nodes[kept.number] == own and (not kept_bytes or group[own].size(xor_key) == kept_bytes):
-            return kept_bytes
-    listed = [packs_at(store, attempt) for store in stores]
-    for name, store, there in zip(nodes, stores, listed, strict=True):
-        if lacking := packs[name].items() - there.items():
-            raise UnavailableError(
-                f"{store.url}/{attempt}: node {name} lacks {len(lacking)} of {len(packs[name])} packs, or has them in "
-                f"another size: {first_three(sorted(key for key, _ in lacking))}. Expected all. The step stays without "
-                "parity; the next one gets parity"
-            )
+    if (kept_bytes := _whole_bytes(group, own, attempt, packs)) is not None:
+        return kept_bytes
+    listed = [_listed(name, store, attempt, packs[name]) for name, store in group.items()]
     # All packs that are there, not only those that are asked for: a later step may refer to the others.
     table = ParityTable(nodes.index(own), nodes, tuple(listed))
     total_bytes, pulls = table.stripe.parity_bytes(table.number), table.stripe.pulls(table.number)
@@ -151,9 +166,8 @@ def protect(
         except BaseException:
             upload.abort()
             raise
-    group[own].put(
-        table_key, sealed({**header(_KIND), "number": table.number, "nodes": [*nodes], "packs": [*table.packs]})
-    )
+    fields = {"number": table.number, "nodes": [*nodes], "packs": [*table.packs]}
+    group[own].put(keys[0], sealed({**header(_KIND), **fields}))
     return total_bytes
 
 

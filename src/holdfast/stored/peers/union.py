@@ -80,7 +80,7 @@ class PeerStore(Store):
             clock: Measures how fast nodes answer; None: that of the machine.
         """
         self.url, self._nodes, self._own, self._keepers, self._former = url, nodes, nodes[own], keepers, former
-        self._forgotten, self._is_rebuilt = frozenset[str](), False
+        self._forgotten, self._is_rebuilt = set[str](), False
         # An agent may carry out a call after the caller has given the call up.
         self.traits = replace(self._own.traits, maps_files=False, failed_calls_are_over=False, attempts_stay_whole=True)
         self._attempts: dict[str, AttemptPlaces] = {}
@@ -88,6 +88,8 @@ class PeerStore(Store):
         self._told: set[str] = set()
         self._paces = Paces(url, clock or SystemClock())
         self.read_bytes = self._paces.read_bytes
+        self.rebuilt = copy(self)
+        self.rebuilt.url, self.rebuilt._is_rebuilt = f"parity of {url}", True
 
     def forget_former(self) -> bool:
         """Ask nodes that are no part of the job no more: a newer step is on the nodes of the job.
@@ -96,7 +98,7 @@ class PeerStore(Store):
             Whether there were any.
         """
         former, self._former = self._former, frozenset[str]()
-        self._forgotten |= {*former}
+        self._forgotten.update(former)  # The store that reads through parity has this set too.
         return bool(former)
 
     # ------------------------------------------------------------------------------------------------- reads
@@ -158,12 +160,6 @@ class PeerStore(Store):
             with suppress(MissingError):
                 return self._paces.count("own node", self._own.get_cached(key, start, buffers, on_bytes))
         return super().get_cached(key, start, buffers)
-
-    def rebuilt(self) -> PeerStore:
-        """Return the store that reads each pack through parity, also one that is there."""
-        other = copy(self)
-        other.url, other._is_rebuilt = f"parity of {self.url}", True
-        return other
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders under a prefix, on any node that answers."""
