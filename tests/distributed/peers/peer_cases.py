@@ -135,7 +135,7 @@ def live(
     if stops_at:
         _stop_before_manifest(stops_at)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    os.environ["HOLDFAST_NODE"] = nodes[world.rank]
+    os.environ |= {"HOLDFAST_NODE": nodes[world.rank], "HOLDFAST_DOMAIN": nodes[world.rank]}
     place = Path(folder)
     tier = holdfast.Tier(
         f"peers://{near}",

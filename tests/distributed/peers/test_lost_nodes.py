@@ -50,10 +50,6 @@ def _lose(run: Run, *nodes: str, awaited: str = "replicated") -> Life:
     return life
 
 
-def _a_node(run: Run) -> None:
-    _lose(run, run.chance.choice(run.nodes))
-
-
 def _node_of_rank_0(run: Run) -> None:
     _lose(run)
 
@@ -88,9 +84,12 @@ def _agent(run: Run) -> None:
         run.lose(life, other)
 
 
-def _all_ranks_then_fewer_then_more(run: Run) -> None:
-    """Kill all ranks, and no agent: also a step that is only near is there for the next job, on any number of ranks."""
-    for nodes in (run.nodes, [run.nodes[0], *run.nodes[:2]], run.nodes):
+def _all_ranks_of_fewer_and_more(run: Run) -> None:
+    """Kill all ranks, and no agent: also a step that is only near is there for the next job, on any number of ranks.
+
+    First on two nodes, one of which has two ranks.
+    """
+    for nodes in ([run.nodes[0], *run.nodes[:2]], run.nodes):
         run.nodes = nodes
         with run.life() as life:
             run.pause(SECONDS_MAX)
@@ -105,6 +104,7 @@ def _second_before_healed(run: Run) -> None:
     _lose(run, first)
     run.nodes = [node for node in nodes if node != first]
     with run.life(awaited="resumed") as life:
+        assert f"node {first} silent" in life.log(), life.said()
         run.pause(SURVIVOR_SECONDS)
         run.lose(life, second)
     run.counts["healed before the second loss"] += bool(life.lines("replicated"))
@@ -112,13 +112,12 @@ def _second_before_healed(run: Run) -> None:
 
 
 KINDS: dict[str, Callable[[Run], None]] = {
-    "a node": _a_node,
     "the node of rank 0": _node_of_rank_0,
     "two nodes of different groups": _two_of_different_groups,
     "two nodes of one group": _two_of_one_group,
     "an agent": _agent,
-    "all ranks, then fewer, then more": _all_ranks_then_fewer_then_more,
-    "a second node before the healing save": _second_before_healed,
+    "all ranks, of fewer and of more": _all_ranks_of_fewer_and_more,
+    "a node, and a second one before the healing save": _second_before_healed,
 }
 
 

@@ -100,11 +100,17 @@ def test_no_removed_step_comes_back_with_a_stale_node_or_one_that_was_away(run: 
     after = counting(run)
     assert not after.keys() & newer.keys()
     lose_and_take_back(run, node, stale)
-    assert counting(run).items() <= after.items() and run.replicated in counting(run).values()
+    found = counting(run)
+    # Steps that a collection took meanwhile may be back: they are older than the newest one.
+    assert all(step < run.replicated for attempt, step in found.items() if attempt not in after)
+    assert run.replicated in found.values() and not found.keys() & newer.keys()
 
 
 def test_no_step_of_a_stopped_trainer_counts_once_another_job_took_over(run: Run) -> None:
-    """All ranks of a job stop, at a random moment or before a manifest, and go on while the next job trains."""
+    """A job loses the ranks of a node, stops, and goes on while the next job trains on that node and another one.
+
+    The ranks stop at a random moment, or one of them before it puts a manifest.
+    """
     stops_at = run.chance.choice([0, 6])
     run.blocked_seconds_max = math.inf
     with run.life(stops_at=stops_at) as stopped:
@@ -112,7 +118,11 @@ def test_no_step_of_a_stopped_trainer_counts_once_another_job_took_over(run: Run
             await_(lambda: any(map(is_stopped, stopped.ranks)), said=stopped.said)
         else:
             run.pause(0.5)
+        kept = [node for node in stopped.nodes[1:] if not any(map(is_stopped, stopped.ranks_of(node)))]
+        node = run.chance.choice(kept)
         signal_all(stopped.ranks, signal.SIGSTOP)
+        kill(*stopped.ranks_of(node))
+        run.nodes = [node, "new"]
         with run.life(awaited="near") as life:
 
             def has_failed() -> bool:
@@ -122,7 +132,7 @@ def test_no_step_of_a_stopped_trainer_counts_once_another_job_took_over(run: Run
             await_(has_failed, said=stopped.said)
             last = life.newest("loss")
             await_(lambda: life.newest("replicated") > last, said=life.said)
-        assert all("ConflictError:" in words for words in stopped.lines("failed")), stopped.said()
         acknowledged = max(map(stopped.newest, ("near", "replicated", "root")))
         assert acknowledged <= life.newest("resumed"), f"{stopped.said()}\n{life.said()}"
-    run.end()
+    with run.life():
+        pass
