@@ -148,6 +148,13 @@ _OF_MEMORY = {
         1,
         variables={"AGENT_STRIDE": "1"},
     ),
+    "nodes": Suite(
+        "losses of each kind",
+        ("tests/distributed/peers/test_lost_nodes.py", "tests/distributed/peers/test_stale_nodes.py"),
+        lambda options: max(1, options.kills // 10),
+        2,
+        rounds_variable="PEER_LOSSES",
+    ),
     "rules of peers": Suite(
         "keepers and parity",
         ("tests/property/peers/test_keepers.py", "tests/property/peers/test_groups.py"),
