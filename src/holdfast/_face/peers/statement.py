@@ -1,4 +1,4 @@
-"""The statement of each rank on its node before a near tier of peers is opened: name, domain, address, secret and roster."""
+"""The statement of each rank on its node, before a near tier of peers is opened."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _listed(name: str, store: Store, attempt: str, packs: Mapping[str, int]) -> 
     listed = packs_at(store, attempt)
     if lacking := packs.items() - listed.items():
         raise UnavailableError(
-            f"{store.url}/{attempt}: node {name} lacks {len(lacking)} of {len(packs)} packs, or has them in another size: "
+            f"{store.url}/{attempt}: node {name} lacks {len(lacking)} of {len(packs)} packs, or has another size: "
             f"{first_three(sorted(key for key, _ in lacking))}. Expected all. The step stays without parity; the next "
             "one gets parity"
         )
