@@ -255,7 +255,7 @@ class Tier:
 
     def __post_init__(self) -> None:
         text = self.path.__fspath__() if hasattr(self.path, "__fspath__") else self.path
-        is_url = isinstance(text, str) and "://" in text.removeprefix(f"{PEERS_SCHEME}/")
+        is_url = isinstance(text, str) and "://" in text.removeprefix(PEERS_SCHEME)
         if not isinstance(text, str) or not text or is_url:
             raise InvalidError(
                 f"Tier({str(self.path)[:80]!r}): expected a folder that every rank sees, as str or Path, or "

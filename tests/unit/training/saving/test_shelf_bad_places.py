@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast._face import wiring
+from holdfast._face import near_place
 from holdfast.backends.stores.shelf import ShelfStore
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.core.engine.memory_limits import MemoryDomain, memory_domains
@@ -102,7 +102,7 @@ class FillingMount:
         def store_at(path: str, settings: Settings) -> ShelfStore:
             return ShelfStore(path, settings=settings, syscalls=self.calls)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(wiring, "near_store_at", store_at)
+        monkeypatch.setattr(near_place, "near_folder_at", store_at)
 
     def fill_at(self, number: int) -> Faults:
         faults = Faults(self.mount.fill, at=number, names=WRITES, lasting=not self.mount.is_mounted)
