@@ -24,6 +24,7 @@ def is_alive(pid: int) -> bool:
 
 def kill(*pids: int) -> None:
     """Kill processes, and await their end."""
+    assert all(pid > 1 for pid in pids), f"{pids}: -1 would kill every process of the machine"
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -37,15 +38,18 @@ def node_memory() -> Iterator[Path]:
         try:
             yield Path(name)
         finally:
-            while agents := agents_below(name):
+            while agents := agents_naming(f"{name}/"):
                 kill(*agents)
 
 
-def agents_below(folder: str) -> list[int]:
-    """Return the processes whose command names a folder of nodes: agents, also those that have just been started."""
+def agents_naming(text: str) -> list[int]:
+    """Return the processes whose command has a text, as the folder of a node: also an agent that has just been started.
+
+    A number in a file may be that of another process by now.
+    """
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if f"{folder}/".encode() in (each / "cmdline").read_bytes() and is_alive(int(each.name)):
+            if text.encode() in (each / "cmdline").read_bytes() and is_alive(int(each.name)):
                 found.append(int(each.name))
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,15 +18,23 @@ from pathlib import Path
 
 import holdfast
 from holdfast.core.plan.placement import RosterNode, grouping
-from holdfast.training.runs.tiers.agent_files import agent_lock, is_agent_running, read_serving
-from tests.distributed.peers.nodes import agents_below, is_alive, kill
+from holdfast.training.runs.tiers.agent_files import agent_lock
+from tests.distributed.peers.nodes import agents_naming, kill
 from tests.distributed.peers.peer_cases import STEPS
-from tests.support.forked_processes import await_within
+from tests.support.forked_processes import Forked, await_within
 from tests.support.gloo_worlds import Case, Launch
 from tests.support.server_folders import steps_in
 
 CASES = "tests.distributed.peers.peer_cases"
 await_ = partial(await_within, 60.0)
+
+
+def end(ranks: Sequence[Forked]) -> None:
+    """Kill ranks, and await their end."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.wait(60.0)
 
 
 @dataclass
@@ -35,21 +44,16 @@ class Life:
     folder: Path
     nodes: Sequence[str]
     """By rank."""
+    ranks: Sequence[Forked] = ()
 
-    def ranks_of(self, node: str) -> list[int]:
-        """Return the processes of the ranks of a node."""
-        ranks = [rank for rank, name in enumerate(self.nodes) if name == node]
-        return [int((self.folder / f"pid.{rank}").read_text()) for rank in ranks]
-
-    @property
-    def ranks(self) -> list[int]:
-        """The processes of the ranks that have begun."""
-        return [int(path.read_text()) for path in self.folder.glob("pid.*")]
+    def ranks_of(self, *nodes: str) -> list[Forked]:
+        """Return the ranks of some nodes."""
+        return [rank for rank, node in zip(self.ranks, self.nodes, strict=True) if node in nodes]
 
     @property
     def has_ended(self) -> bool:
-        """Whether all ranks have begun, and none runs."""
-        return len(self.ranks) == len(self.nodes) and not any(map(is_alive, self.ranks))
+        """Whether no rank runs."""
+        return all(rank.poll() is not None for rank in self.ranks)
 
     def lines(self, kind: str) -> list[list[str]]:
         """Return the whole lines of one kind that rank 0 has noted."""
@@ -99,16 +103,14 @@ class Run:
         """The groups of the nodes of the next life."""
         return grouping([RosterNode(node, node) for node in {*self.nodes}], 2).groups
 
-    def agent(self, node: str) -> int:
-        """Return the process of the agent of a node that serves; -1 without one."""
-        serving = read_serving(str(self.memory / node))
-        is_there = serving is not None and is_agent_running(str(self.memory / node))
-        return serving.pid if is_there and serving is not None else -1
+    def kill_agents(self, *nodes: str) -> None:
+        """Kill the agents of some nodes."""
+        kill(*(agent for node in nodes for agent in agents_naming(f'"{self.memory / node}"')))
 
     def lose(self, life: Life, *nodes: str) -> None:
         """Lose nodes: their ranks, their agents, their memory."""
-        kill(*(rank for node in nodes for rank in life.ranks_of(node)))
-        kill(*filter(lambda pid: pid > 0, map(self.agent, nodes)))
+        end(life.ranks_of(*nodes))
+        self.kill_agents(*nodes)
         for node in nodes:
             shutil.rmtree(self.memory / node)
 
@@ -127,11 +129,12 @@ class Run:
         arguments: dict[str, object] = {"folder": str(self.folder), "near": str(self.memory), "life": life.folder.name}
         arguments |= {"nodes": list(life.nodes), "last_step": last_step, "stops_at": stops_at}
         case = Case(f"{CASES}:live", arguments)
-        with Launch(len(life.nodes), [case], life.folder / "world"):
+        with Launch(len(life.nodes), [case], life.folder / "world") as launch:
+            life.ranks = launch.processes
             await_(lambda: bool(life.lines(awaited)) or life.has_ended, said=life.said)
             assert life.lines(awaited), life.said()
             yield life
-            kill(*life.ranks)
+            end(life.ranks)
         self._judge(life, expected)
 
     def _judge(self, life: Life, expected: int) -> None:
@@ -159,7 +162,7 @@ class Run:
         with self.life(last_step=last_step) as life:
             await_(lambda: life.has_ended, said=life.said)
         assert life.newest("loss") == last_step, life.said()
-        await_(lambda: not agents_below(str(self.memory)))
+        await_(lambda: not agents_naming(f"{self.memory}/"))
         newest = steps_in(self.root)[-1]
         assert newest == life.newest("replicated"), life.said()
         assert not [*self.memory.glob("*/step-*"), *self.memory.glob("*/parity/*")], life.said()
@@ -170,7 +173,7 @@ class Run:
 def no_agent(run: Run, node: str) -> Iterator[None]:
     """Kill the agent of a node, and let none be started for a block."""
     while True:
-        kill(run.agent(node))
+        run.kill_agents(node)
         with suppress(holdfast.ConflictError), agent_lock(str(run.memory / node)):
             yield
             return

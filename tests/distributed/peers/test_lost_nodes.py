@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.peers.nodes import kill, node_memory
+from tests.distributed.peers.nodes import node_memory
 from tests.distributed.peers.peer_cases import STEPS
-from tests.distributed.peers.peer_runs import CASES, Life, Run, await_, no_agent
+from tests.distributed.peers.peer_runs import CASES, Life, Run, await_, end, no_agent
 from tests.support.gloo_worlds import Case, run_world
 from tests.support.server_folders import steps_in
 
@@ -93,7 +93,7 @@ def _all_ranks_of_fewer_and_more(run: Run) -> None:
         run.nodes = nodes
         with run.life() as life:
             run.pause(SECONDS_MAX)
-            kill(*run.chance.sample(life.ranks, len(nodes)))
+            end(run.chance.sample(life.ranks, len(nodes)))
         run.replicated = max(run.replicated, life.newest("near"))
 
 

@@ -8,15 +8,15 @@ import random
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from holdfast import api
-from tests.distributed.peers.nodes import kill, node_memory
+from tests.distributed.peers.nodes import node_memory
 from tests.distributed.peers.peer_cases import SETTINGS
-from tests.distributed.peers.peer_runs import CASES, Life, Run, await_
+from tests.distributed.peers.peer_runs import CASES, Life, Run, await_, end
+from tests.support.forked_processes import Forked
 from tests.support.gloo_worlds import Case, run_world
 from tests.support.server_folders import steps_in
 
@@ -55,14 +55,13 @@ def counting(run: Run) -> dict[str, int]:
     }
 
 
-def signal_all(pids: Sequence[int], number: int) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+def signal_all(ranks: Sequence[Forked], number: int) -> None:
+    for rank in ranks:
+        rank.send_signal(number)
 
 
-def is_stopped(pid: int) -> bool:
-    return ") T " in Path(f"/proc/{pid}/stat").read_text()
+def is_stopped(rank: Forked) -> bool:
+    return rank.poll() is None and ") T " in Path(f"/proc/{rank.pid}/stat").read_text()
 
 
 def train_past_the_root(run: Run) -> dict[str, int]:
@@ -75,7 +74,7 @@ def train_past_the_root(run: Run) -> dict[str, int]:
 
 def lose_and_take_back(run: Run, node: str, stale: Path) -> None:
     """Lose a node with its memory, and have it come back with an older copy of the memory."""
-    kill(*filter(lambda pid: pid > 0, [run.agent(node)]))
+    run.kill_agents(node)
     shutil.rmtree(run.memory / node)
     shutil.copytree(stale, run.memory / node)
 
@@ -86,7 +85,7 @@ def test_no_removed_step_comes_back_with_a_stale_node_or_one_that_was_away(run: 
     node, other = run.chance.sample(NODES, 2)
     stale, away = run.folder / "stale", run.memory.with_name("away")
     shutil.copytree(run.memory / node, stale)
-    kill(run.agent(other))
+    run.kill_agents(other)
     (run.memory / other).rename(away)
     api.remove_steps(run.root, [*newer.values()], grace_seconds=0.0, settings=SETTINGS)
     left = counting(run)
@@ -121,7 +120,7 @@ def test_no_step_of_a_stopped_trainer_counts_once_another_job_took_over(run: Run
         kept = [node for node in stopped.nodes[1:] if not any(map(is_stopped, stopped.ranks_of(node)))]
         node = run.chance.choice(kept)
         signal_all(stopped.ranks, signal.SIGSTOP)
-        kill(*stopped.ranks_of(node))
+        end(stopped.ranks_of(node))
         run.nodes = [node, "new"]
         with run.life(awaited="near") as life:
 
