@@ -195,6 +195,8 @@ class NearTier:
             self._root.close(may_wait)
             if self._job_nonce:
                 forget_job(self._place.store, self._job_nonce)
+            if self._place.peers is not None:
+                self._place.peers.release()  # Last: until then the agents must serve.
 
     def _drain_for_earlier_job(self, may_wait: Callable[[], bool]) -> None:
         """Drain at the end of a job that has saved nothing, as `holdfast drain` does; also empty a tier in memory."""

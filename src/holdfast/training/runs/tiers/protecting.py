@@ -174,7 +174,6 @@ class Protecting:
             left, self._handles = self._handles, []
         for name, handle in left:
             handle.end_unreplicated(_unprotected(name[0], "the manager was closed"))
-        self._group.release()
 
     def _watch(self, name: StepAndDigest, handle: SaveHandle) -> None:
         with GUARD:
