@@ -25,8 +25,6 @@ from bench.memory import memory_mib
 from bench.part import Round, Spread, spread_of
 from holdfast import api
 from holdfast.settings import Settings
-from tests.servers.server import BUCKET
-from tests.support.object_server import object_server
 
 MIB = 1 << 20
 MEMORY = "/dev/shm"
@@ -105,6 +103,8 @@ def saves(mib: int) -> Round:
 def agent(seconds: float) -> Round:
     """Return the memory of an agent that has read its root, in MiB, and the share of a core that it takes, in %."""
     state = {"weights": torch.rand(MIB)}
+    from tests.servers.server import BUCKET  # A comparison of two checkouts copies no tests.
+
     with memory_folder() as memory:
         near = holdfast.Tier(memory / "near", every=1, agent=True)
         root = f"s3://{BUCKET}/agent-{time.time_ns()}"
@@ -148,6 +148,8 @@ def _cpu_seconds(pid: int) -> float:
 def measure(folder: Path, *, quick: bool) -> list[Round]:
     """Measure both in processes of their own, some times."""
     found = []
+    from tests.support.object_server import object_server  # As in `agent`.
+
     with object_server(folder) as server:
         for _ in range(1 if quick else 3):
             this: Round = {}
