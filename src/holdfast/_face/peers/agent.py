@@ -6,16 +6,15 @@ import json
 import os
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import quote
 
 from holdfast._face.near_folder import near_folder_at
-from holdfast._face.peers.nodes import SECRET_BYTES, peer_at, read_secret, store_of
+from holdfast._face.peers.nodes import SECRET_BYTES, credentials_of, peer_at, read_secret, store_of
 from holdfast.agent.serving import PeerServer
 from holdfast.backends.stores.shelf import is_in_memory
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.store import Store
-from holdfast.base.wire.framing import Credentials, Protection
+from holdfast.base.wire.framing import Protection
 from holdfast.core.engine.child_python import settings_in
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.stored.peers.parity_files import protect
@@ -58,8 +57,7 @@ class NodeAgent:
     def run(self) -> None:
         """Serve until no job needs the folder any more."""
         with agent_lock(self._folder.url):
-            run = quote(self._request["root"], safe="/:@")
-            credentials = Credentials(run, self._secret, self._node)
+            credentials = credentials_of(self._request["root"], self._secret, self._node)
             host, port = self._request["host"], self._request["port"]
             try:
                 if not self._secret:

@@ -58,11 +58,14 @@ def write_secret(folder: str, secret: bytes) -> None:
     part.replace(Path(folder, _SECRET_FILE))
 
 
+def credentials_of(run: str, secret: bytes, node: str) -> Credentials:
+    """Return the credentials of a node for both ends: a header takes no other characters of the root's URL."""
+    return Credentials(quote(run, safe="/:@"), secret, node)
+
+
 def peer_at(member: Member, run: str, secret: bytes) -> Peer:
     """Return the client of the agent of a node."""
-    # A header takes no other characters.
-    credentials = Credentials(quote(run, safe="/:@"), secret, member.name)
-    return Peer((member.host, member.port), credentials, _CALL_SECONDS)
+    return Peer((member.host, member.port), credentials_of(run, secret, member.name), _CALL_SECONDS)
 
 
 def store_of(url: str, roster: Roster, own: str, folders: Mapping[str, Store], secret: bytes) -> PeerStore:
@@ -91,8 +94,7 @@ def seen_from_here(url: str, settings: Settings) -> PeerStore:
     Raises:
         MissingError: This host has no folder of a node.
     """
-    found = _rosters_here(url, settings)
-    own = max(found, key=lambda name: found[name][0].made)
+    own, found = _rosters_here(url, settings)
     members = {each.name: each for each in found[own][0].all}
     folders = {name: folder for name, (roster, folder) in found.items() if members.get(name) in roster.all}
     return store_of(url, found[own][0], own, folders, read_secret(node_folder(url, own)))
@@ -100,13 +102,13 @@ def seen_from_here(url: str, settings: Settings) -> PeerStore:
 
 def roster_seen_from_here(url: str, settings: Settings) -> tuple[Roster, Mapping[str, Peer]]:
     """Return the newest roster of this host, and the client of each agent. Errors as `seen_from_here`."""
-    found = _rosters_here(url, settings)
-    own = max(found, key=lambda name: found[name][0].made)
+    own, found = _rosters_here(url, settings)
     roster, secret = found[own][0], read_secret(node_folder(url, own))
     return roster, {each.name: peer_at(each, roster.run, secret) for each in roster.all}
 
 
-def _rosters_here(url: str, settings: Settings) -> Mapping[str, tuple[Roster, LocalStore]]:
+def _rosters_here(url: str, settings: Settings) -> tuple[str, Mapping[str, tuple[Roster, LocalStore]]]:
+    """Return the node with the newest roster, and by node the rosters and folders of this host."""
     base, found = os.path.realpath(url.removeprefix(PEERS_SCHEME)), dict[str, tuple[Roster, LocalStore]]()
     with suppress(FileNotFoundError):
         for name in sorted(os.listdir(base)):
@@ -117,4 +119,4 @@ def _rosters_here(url: str, settings: Settings) -> Mapping[str, tuple[Roster, Lo
         raise MissingError(
             f"{url}: this host has no folder of a node with a roster; expected one. Run this on a node of the job"
         )
-    return found
+    return max(found, key=lambda name: found[name][0].made), found
