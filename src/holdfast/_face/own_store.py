@@ -53,7 +53,7 @@ def require_store(store: Store) -> Store:
     if not isinstance(traits, StoreTraits):
         raise InvalidError(f"{name}: traits={str(traits)[:80]}; expected a holdfast.StoreTraits. {_SUITE}")
     alignment, largest, page = traits.read_alignment, traits.object_bytes_max, traits.page_entries
-    flags = {trait: getattr(traits, trait) for trait in (*_PROMISES, "failed_calls_are_over", "attempts_stay_whole")}
+    flags = {trait: getattr(traits, trait) for trait in (*_PROMISES, "failed_calls_are_over", "has_parity")}
     for trait, is_possible, expected in (
         ("read_alignment", type(alignment) is int and alignment in _ALIGNMENTS, f"a power of two up to {PAGE_BYTES}"),
         ("object_bytes_max", largest is None or (type(largest) is int and largest >= MIB), f"at least {MIB}, or None"),

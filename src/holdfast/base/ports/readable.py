@@ -78,9 +78,9 @@ class StoreTraits:
     """Whether the server must show once a process that it refuses the second of two creates of one key:
     `require_exclusive_creates`. `put_if_absent` asks by itself, before a create that decides something."""
 
-    attempts_stay_whole: bool = False
-    """Whether collection keeps all packs of an attempt while a step refers to one of them: the store has parity of
-    them together."""
+    has_parity: bool = False
+    """Whether the store keeps parity of all packs of an attempt together. So a collection keeps all of them while a
+    step refers to one, and a commit does not wait for a holder of packs that does not answer."""
 
 
 class Readable(Protocol):

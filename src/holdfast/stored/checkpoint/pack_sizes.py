@@ -17,7 +17,7 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.core.engine.parallel_map import CALLS_AT_ONCE, ordered_parallel_map
 from holdfast.core.format.names import is_file_url, is_pack_name, step_of_pack
-from holdfast.errors import CheckpointError, CorruptError, InvalidError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, UnavailableError
 from holdfast.stored.repository.catalog import check_size, stored_bytes
 
 _PAGES_PER_RANGE = 2
@@ -107,19 +107,30 @@ def _ranges(folders: Iterable[list[str]], packs: Packs) -> Iterator[_Range]:
             yield _Range(stored.files, prefix, inside[first : first + page], _PAGES_PER_RANGE * page)
 
 
-def require_sizes(records: Sequence[FileRecord], packs: Packs, step: int | None) -> None:
+def require_sizes(records: Sequence[FileRecord], packs: Packs, step: int | None, *, are_voted: bool = False) -> None:
     """Refuse files of a checkpoint of which one is missing or has another size than its record says.
 
     Args:
         records: The files, packs most often, each once.
         packs: Locates one by its name.
         step: The step that names them.
+        are_voted: Whether the ranks have just stored the files. Then a store with parity need not answer: an agent that
+            is gone for a second would fail the save, and if its node is lost, an older step counts.
     Raises:
         CorruptError: As `check_pack`.
     """
+
+    def check(record: FileRecord) -> None:
+        stored = packs(record.name)
+        try:
+            check_pack(stored, record, step)
+        except UnavailableError:
+            if not (are_voted and stored.files.traits.has_parity):
+                raise
+
     sizes = listed_sizes([record.name for record in records], packs)
     others = (record for record in records if sizes.get(record.name) != record.bytes)
-    for _ in ordered_parallel_map(lambda record: check_pack(packs(record.name), record, step), others):
+    for _ in ordered_parallel_map(check, others):
         pass  # One that is absent or has another size raises.
 
 

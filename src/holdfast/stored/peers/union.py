@@ -82,7 +82,7 @@ class PeerStore(Store):
         self.url, self._nodes, self._own, self._keepers, self._former = url, nodes, nodes[own], keepers, former
         self._forgotten, self._is_rebuilt = set[str](), False
         # An agent may carry out a call after the caller has given the call up.
-        self.traits = replace(self._own.traits, maps_files=False, failed_calls_are_over=False, attempts_stay_whole=True)
+        self.traits = replace(self._own.traits, maps_files=False, failed_calls_are_over=False, has_parity=True)
         self._attempts: dict[str, AttemptPlaces] = {}
         """Attempts whose packs were looked for on other nodes: the packs of a committed attempt never move."""
         self._told: set[str] = set()

@@ -113,7 +113,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
         require_pairs(index, location.url)
     packs = _without_repeats(packs, location.url)
-    require_sizes(packs, location.packs_in(attempt), location.step)
+    require_sizes(packs, location.packs_in(attempt), location.step, are_voted=True)
     numbers = index.table.numbers if aliases else {}
     stored = {alias: fqn for alias, fqn in aliases.items() if fqn in numbers and alias not in numbers}
     return MergedParts(

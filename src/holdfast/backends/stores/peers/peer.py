@@ -28,8 +28,9 @@ from holdfast.settings import MIB
 _LAST_WORD_SECONDS = 1.0
 """Wait for the answer of an agent that takes no more of a request: the agent may have said the reason."""
 
-_SILENT_SECONDS = 2.0
-"""So long after a call without an answer, other calls fail at once: each would wait as long."""
+_SILENT_SECONDS, _SILENT_SECONDS_MAX = 2.0, 30.0
+"""After a call without an answer other calls fail at once, twice as long as that call has waited, within these bounds:
+each would wait as long, and a save asks while training waits."""
 
 _KEPT_MAX = 8
 """Most connections that wait for the next call."""
@@ -78,7 +79,7 @@ class Peer(Store):
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._kept: list[Link] = []
         self._silence = -math.inf, ""
-        """When a call had no answer, and its error."""
+        """Until when calls fail at once, and the error of the one that had no answer."""
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -256,14 +257,16 @@ class Peer(Store):
     @contextmanager
     def _silence_noted(self) -> Iterator[None]:
         """Fail at once if the node was silent a moment ago; note whether the node answers now."""
-        since, why = self._silence
-        if _CLOCK.monotonic_seconds() - since < _SILENT_SECONDS:
+        start = _CLOCK.monotonic_seconds()
+        until, why = self._silence
+        if start < until:
             raise TemporaryError(why)
         try:
             yield
             self._silence = -math.inf, ""
         except LinkSilent as silent:
-            self._silence = _CLOCK.monotonic_seconds(), str(silent)
+            end = _CLOCK.monotonic_seconds()
+            self._silence = end + min(max(_SILENT_SECONDS, 2 * (end - start)), _SILENT_SECONDS_MAX), str(silent)
             raise
 
     def _ask_once(

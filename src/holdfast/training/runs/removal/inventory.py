@@ -110,7 +110,7 @@ class Found:
             removal.is_pack_key,
             self.wanted_packs | packs_named_by(moved.manifests),
             packs_known=self.packs_known,
-            attempts_stay_whole=self.traits.attempts_stay_whole,
+            attempts_stay_whole=self.traits.has_parity,
         )
 
 
