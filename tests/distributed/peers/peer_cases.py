@@ -25,6 +25,7 @@ from holdfast.errors import ConflictError
 from holdfast.settings import Settings
 from holdfast.stored.peers.union import PeerStore
 from holdfast.training.saving.handle import SaveHandle
+from tests.distributed.peers.networks import enter
 from tests.support.forked_processes import write_whole
 from tests.support.gloo_worlds import World
 
@@ -129,13 +130,24 @@ def _stop_before_manifest(step: int) -> None:
 
 
 def live(
-    world: World, folder: str, near: str, life: str, nodes: Sequence[str], last_step: int, stops_at: int = 0
+    world: World,
+    folder: str,
+    near: str,
+    life: str,
+    nodes: Sequence[str],
+    domains: Sequence[str],
+    last_step: int,
+    stops_at: int = 0,
+    networks: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Resume, train and save, as a rank of the node of its number."""
     if stops_at:
         _stop_before_manifest(stops_at)
+    if networks:  # A namespace and an address in there, by rank. The training itself stays where it is.
+        namespace, os.environ["HOLDFAST_ADDRESS"] = networks[world.rank]
+        enter(namespace)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    os.environ |= {"HOLDFAST_NODE": nodes[world.rank], "HOLDFAST_DOMAIN": nodes[world.rank]}
+    os.environ |= {"HOLDFAST_NODE": nodes[world.rank], "HOLDFAST_DOMAIN": domains[world.rank]}
     place = Path(folder)
     tier = holdfast.Tier(
         f"peers://{near}",

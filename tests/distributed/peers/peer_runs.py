@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 
 import holdfast
-from holdfast.core.plan.placement import RosterNode, grouping
+from holdfast.core.plan.placement import Grouping, RosterNode, grouping
 from holdfast.training.runs.tiers.agent_files import agent_lock
+from tests.distributed.peers.networks import Networks
 from tests.distributed.peers.nodes import agents_naming, kill
 from tests.distributed.peers.peer_cases import STEPS
 from tests.support.forked_processes import Forked, await_within
@@ -91,6 +92,10 @@ class Run:
     """The newest step of which rank 0 was told that no loss of a node loses it."""
     blocked_seconds_max: float = 8.0
     """A step is never blocked for so long: a busy machine takes a second or two, a wait that nobody ends takes 10."""
+    domains: dict[str, str] = field(default_factory=dict)
+    """The domain of a node, where it is not a domain of its own."""
+    networks: Networks | None = None
+    """The networks of the nodes; None: all are on that of this host."""
     lives: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -101,7 +106,15 @@ class Run:
     @property
     def groups(self) -> Sequence[Sequence[str]]:
         """The groups of the nodes of the next life."""
-        return grouping([RosterNode(node, node) for node in {*self.nodes}], 2).groups
+        return self._grouping().groups
+
+    @property
+    def keepers(self) -> Sequence[str]:
+        """The nodes of the next life that keep the small objects."""
+        return self._grouping().keepers
+
+    def _grouping(self) -> Grouping:
+        return grouping([RosterNode(node, self.domains.get(node, node)) for node in {*self.nodes}], 2)
 
     def kill_agents(self, *nodes: str) -> None:
         """Kill the agents of some nodes."""
@@ -127,9 +140,14 @@ class Run:
         expected = self.replicated
         life = Life(self.folder / f"life-{self.lives}", self.chance.sample(self.nodes, len(self.nodes)))
         arguments: dict[str, object] = {"folder": str(self.folder), "near": str(self.memory), "life": life.folder.name}
-        arguments |= {"nodes": list(life.nodes), "last_step": last_step, "stops_at": stops_at}
+        domains = [self.domains.get(node, node) for node in life.nodes]
+        arguments |= {"nodes": list(life.nodes), "domains": domains, "last_step": last_step, "stops_at": stops_at}
+        address = "127.0.0.1"
+        if (networks := self.networks) is not None:
+            address = networks.host
+            arguments["networks"] = [(networks.name_of(node), networks.address_of(node)) for node in life.nodes]
         case = Case(f"{CASES}:live", arguments)
-        with Launch(len(life.nodes), [case], life.folder / "world") as launch:
+        with Launch(len(life.nodes), [case], life.folder / "world", address=address) as launch:
             life.ranks = launch.processes
             await_(lambda: bool(life.lines(awaited)) or life.has_ended, said=life.said)
             assert life.lines(awaited), life.said()

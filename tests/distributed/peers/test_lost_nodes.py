@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -58,27 +58,49 @@ def _two_of_different_groups(run: Run) -> None:
     _lose(run, *map(run.chance.choice, run.groups))
 
 
+def _domain(run: Run) -> None:
+    """Lose two nodes of one domain: they are in different groups."""
+    run.domains = dict.fromkeys(run.chance.sample(run.nodes, 2), "rack")
+    _lose(run, *run.domains)
+    run.domains = {}
+
+
 def _two_of_one_group(run: Run) -> None:
+    _lose_all_near(run, run.chance.choice(run.groups), "older steps are tried")
+
+
+def _all_keepers(run: Run) -> None:
+    _lose_all_near(run, run.keepers)
+
+
+def _all_nodes(run: Run) -> None:
+    _lose_all_near(run, run.nodes, "steps that only this folder had are lost")
+
+
+def _lose_all_near(run: Run, nodes: Sequence[str], told: str = "") -> None:
     """Lose what no parity can bring back: the next job takes the newest step of the root, and says so."""
     with run.life() as life:
         await_(lambda: bool(steps_in(run.root)), said=life.said)
         run.pause(SECONDS_MAX)
-        run.lose(life, *run.chance.choice(run.groups))
+        run.lose(life, *nodes)
     newest, run.replicated = life.newest("near"), max(steps_in(run.root))
     with run.life(awaited="resumed") as life:
         log = life.log()
     assert life.newest("resumed") == run.replicated, life.said()
     assert f"from {run.root}" in log, life.said()
-    assert newest <= run.replicated or "older steps are tried" in log, life.said()
+    assert newest <= run.replicated or told in log, life.said()
 
 
 def _agent(run: Run) -> None:
-    """Have no agent of one node for 50 steps; the next agent protects the other node of its group."""
+    """Have no agent of one node for 50 steps, which are saved; the next agent protects the other node of its group."""
     with run.life() as life:
         node, other = run.chance.sample(run.chance.choice(run.groups), 2)
         with no_agent(run, node):
             first = life.newest("loss")
             await_(lambda: life.newest("loss") >= first + STEPS_WITHOUT_AGENT, said=life.said)
+            await_(lambda: life.newest("near") > first + STEPS_WITHOUT_AGENT // 2, said=life.said)
+            failed = life.lines("failed")
+            assert len(failed) <= 1, failed  # The save that the kill of the agent met may fail.
         last = life.newest("loss")
         await_(lambda: life.newest("near", "replicated") > last, said=life.said)
         run.lose(life, other)
@@ -114,7 +136,10 @@ def _second_before_healed(run: Run) -> None:
 KINDS: dict[str, Callable[[Run], None]] = {
     "the node of rank 0": _node_of_rank_0,
     "two nodes of different groups": _two_of_different_groups,
+    "a domain": _domain,
     "two nodes of one group": _two_of_one_group,
+    "all keepers": _all_keepers,
+    "all nodes": _all_nodes,
     "an agent": _agent,
     "all ranks, of fewer and of more": _all_ranks_of_fewer_and_more,
     "a node, and a second one before the healing save": _second_before_healed,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import api
+from tests.distributed.peers.networks import may_make_networks, networks
 from tests.distributed.peers.nodes import node_memory
 from tests.distributed.peers.peer_cases import SETTINGS
 from tests.distributed.peers.peer_runs import CASES, Life, Run, await_, end
@@ -135,3 +136,37 @@ def test_no_step_of_a_stopped_trainer_counts_once_another_job_took_over(run: Run
         assert acknowledged <= life.newest("resumed"), f"{stopped.said()}\n{life.said()}"
     with run.life():
         pass
+
+
+def test_no_step_counts_twice_after_a_node_was_cut_off_and_both_sides_went_on(run: Run) -> None:
+    """The agents of one node and of the two others drop all that the other side sends; the training itself goes on.
+
+    Then the two other nodes lose their ranks, another job goes on there, and the sides meet again.
+    """
+    if not may_make_networks():
+        pytest.skip("no right to make network namespaces")
+    run.blocked_seconds_max = 40.0  # For the deadline of a call of an agent, and then not at each save.
+    with networks(NODES) as run.networks:
+        with run.life() as old:
+            run.pause(0.5)
+            node = run.chance.choice(NODES)
+            run.networks.cut(node)
+            run.pause(5.0)
+            print(f"cut off: {node} of {old.nodes}")
+            run.nodes = [each for each in NODES if each != node]
+            end(old.ranks_of(*run.nodes))
+            acknowledged = max(map(old.newest, ("replicated", "root")))
+            with run.life() as life:
+                run.networks.heal()
+                last = life.newest("loss")
+                await_(lambda: life.newest("replicated") > last, said=life.said)
+                await_(lambda: old.has_ended, said=old.said)
+                acknowledged = max(acknowledged, *map(old.newest, ("replicated", "root")))
+            assert acknowledged <= life.newest("resumed"), f"{old.said()}\n{life.said()}"
+        counted = counting(run)
+        assert len({*counted.values()}) == len(counted), counted
+        run.nodes = NODES
+        with run.life():
+            pass
+        counted = counting(run)
+        assert len({*counted.values()}) == len(counted), counted
