@@ -77,7 +77,6 @@ class Launch:
         cases: What every rank runs.
         scratch: Folder for results and logs.
         store_host: `rank0` hosts the key-value store, or `launcher`, which survives every rank.
-        address: Where the ranks reach the launcher's key-value store.
         deadline_seconds: After this every rank is killed.
     """
 
@@ -88,7 +87,6 @@ class Launch:
         scratch: Path,
         *,
         store_host: Literal["rank0", "launcher"] = "launcher",
-        address: str = "127.0.0.1",
         deadline_seconds: float = 120.0,
     ) -> None:
         self._size, self._cases, self.scratch = size, list(cases), scratch
@@ -98,10 +96,9 @@ class Launch:
         if store_host == "launcher":
             import torch.distributed as dist
 
-            self._store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             (scratch / "port").write_text(str(self._store.port))
-        named = [asdict(case) | {"name": case.key()} for case in cases]
-        spec = {"size": size, "host": store_host, "address": address, "cases": named}
+        spec = {"size": size, "host": store_host, "cases": [asdict(case) | {"name": case.key()} for case in cases]}
         (scratch / "spec.json").write_text(json.dumps(spec))
         self._deadline = time.monotonic() + deadline_seconds
         self.processes = start_ranks(
@@ -219,7 +216,7 @@ def main(scratch_folder: str, rank_number: str) -> None:
         while not port_file.exists():
             assert time.monotonic() < deadline, "the store's host never said its port"
             time.sleep(0.02)
-        store = dist.TCPStore(spec["address"], int(port_file.read_text()), is_master=False, timeout=timeout)
+        store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     # Kept here, as a case may replace what it finds in torch.distributed.
     barrier = dist.barrier

@@ -1,81 +1,70 @@
-"""A network namespace for each node of a job: agents talk over one network, which can be cut, training over another.
+"""A network namespace for each node of a job, in which its agents talk over a network that can be cut.
 
-Needs `ip`, and the right to make namespaces. The key-value store of the training stays in reach of every node.
+Needs `ip`, and the right to make namespaces. The training itself goes on: its connections are older than the namespace,
+and new ones to the key-value store of this host are passed on.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import shutil
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _CLONE_NEWNET = 0x40000000
-_CUT_SUBNET, _KEPT_SUBNET = "10.213.7", "10.213.8"
-_HOST_NUMBER = 254
+_SUBNET = "10.213.7"
 
 
 class Networks:
     """The namespaces of some nodes."""
 
-    host = f"{_KEPT_SUBNET}.{_HOST_NUMBER}"
-    """The address of the test's own process, in reach of every node."""
-
     def __init__(self, nodes: Sequence[str]) -> None:
         """Make nothing yet."""
         self._nodes = nodes
-        self._prefix = f"hf{os.getpid() % 100_000}"
+        self._bridge = f"hf{os.getpid()}"
 
     def make(self) -> None:
         """Make the namespaces."""
-        for subnet, kind in ((_CUT_SUBNET, "c"), (_KEPT_SUBNET, "k")):
-            bridge = f"{self._prefix}{kind}"
-            _ip("link", "add", bridge, "type", "bridge")
-            _ip("addr", "add", f"{subnet}.{_HOST_NUMBER}/24", "dev", bridge)
-            _ip("link", "set", bridge, "up")
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("link", "set", self._bridge, "up")
         for node in self._nodes:
-            _ip("netns", "add", self.name_of(node))
-            inside = ("-n", self.name_of(node))
-            _ip(*inside, "link", "set", "lo", "up")
-            for subnet, kind in ((_CUT_SUBNET, "c"), (_KEPT_SUBNET, "k")):
-                link = self._link(node, kind)
-                _ip("link", "add", link, "type", "veth", "peer", "name", kind, "netns", self.name_of(node))
-                _ip("link", "set", link, "master", f"{self._prefix}{kind}", "up")
-                _ip(*inside, "addr", "add", f"{subnet}.{1 + self._nodes.index(node)}/24", "dev", kind)
-                _ip(*inside, "link", "set", kind, "up")
+            name = self.name_of(node)
+            _ip("netns", "add", name)
+            _ip("link", "add", name, "type", "veth", "peer", "name", "net", "netns", name)
+            _ip("link", "set", name, "master", self._bridge, "up")
+            _ip("-n", name, "addr", "add", f"{self.address_of(node)}/24", "dev", "net")
+            for link in ("lo", "net"):
+                _ip("-n", name, "link", "set", link, "up")
 
     def name_of(self, node: str) -> str:
         """Return the namespace of a node."""
-        return f"{self._prefix}{node}"
+        return f"{self._bridge}{node}"
 
     def address_of(self, node: str) -> str:
         """Return the address of a node for the agents of the others."""
-        return f"{_CUT_SUBNET}.{1 + self._nodes.index(node)}"
+        return f"{_SUBNET}.{1 + self._nodes.index(node)}"
 
-    def cut(self, *nodes: str) -> None:
-        """Drop all that passes between the agents of these nodes and all others."""
-        for node in nodes:
-            _ip("link", "set", self._link(node, "c"), "down")
+    def cut(self, node: str) -> None:
+        """Drop all that passes between the agents of a node and the others."""
+        _ip("link", "set", self.name_of(node), "down")
 
     def heal(self) -> None:
         """Let all agents reach each other again."""
         for node in self._nodes:
-            _ip("link", "set", self._link(node, "c"), "up")
+            _ip("link", "set", self.name_of(node), "up")
 
     def end(self) -> None:
-        """Remove all; the processes within must have ended."""
+        """Remove all."""
         for node in self._nodes:
-            for kind in "ck":
-                _ip("link", "del", self._link(node, kind), check=False)
+            _ip("link", "del", self.name_of(node), check=False)
             _ip("netns", "del", self.name_of(node), check=False)
-        for kind in "ck":
-            _ip("link", "del", f"{self._prefix}{kind}", check=False)
-
-    def _link(self, node: str, kind: str) -> str:
-        return f"{self.name_of(node)}{kind}"
+        _ip("link", "del", self._bridge, check=False)
 
 
 @contextmanager
@@ -93,19 +82,44 @@ def may_make_networks() -> bool:
     """Return whether this machine lets the tests make network namespaces and bridges."""
     if shutil.which("ip") is None:
         return False
-    name = f"hf{os.getpid() % 100_000}t"
+    name = f"hf{os.getpid()}t"
     made = [_ip("netns", "add", name, check=False), _ip("link", "add", name, "type", "bridge", check=False)]
     _ip("netns", "del", name, check=False)
     _ip("link", "del", name, check=False)
     return all(made)
 
 
-def enter(namespace: str) -> None:
-    """Move the calling thread, and threads and processes that it starts, into a namespace."""
+def enter(namespace: str, port: int) -> None:
+    """Move the calling thread, and threads and processes that it starts, into a namespace.
+
+    Args:
+        namespace: The namespace.
+        port: Connections to this port of the host are passed on to the host outside.
+    """
+    listeners = queue.SimpleQueue[socket.socket]()
+    # A thread stays in the namespace in which it was started, and a socket in that of the thread which made it.
+    threading.Thread(target=_pass_on, args=(listeners, port), daemon=True).start()
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", namespace).open() as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+    listeners.put(socket.create_server(("127.0.0.1", port)))
+
+
+def _pass_on(listeners: queue.SimpleQueue[socket.socket], port: int) -> None:
+    listener = listeners.get()
+    while True:
+        inside, outside = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+        for ends in ((inside, outside), (outside, inside)):
+            threading.Thread(target=_copy, args=ends, daemon=True).start()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
 
 
 def _ip(*arguments: str, check: bool = True) -> bool:

@@ -37,7 +37,9 @@ PROTECT_SECONDS = 6.0
 STEP_SECONDS = 0.02
 """A step takes at least so long, so that a training outlasts what is done to it."""
 
-SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=2.0)
+SETTINGS = Settings(collect_grace_seconds=0.0, lease_seconds=2.0, commit_timeout_seconds=15.0)
+"""A rank waits for killed ranks for so long: less than the next job takes to train to its end."""
+
 _WIDTH, _HIDDEN, _BLOCKS, _SAMPLES = 128, 384, 3, 8
 
 
@@ -145,7 +147,7 @@ def live(
         _stop_before_manifest(stops_at)
     if networks:  # A namespace and an address in there, by rank. The training itself stays where it is.
         namespace, os.environ["HOLDFAST_ADDRESS"] = networks[world.rank]
-        enter(namespace)
+        enter(namespace, int((world.scratch / "port").read_text()))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     os.environ |= {"HOLDFAST_NODE": nodes[world.rank], "HOLDFAST_DOMAIN": domains[world.rank]}
     place = Path(folder)

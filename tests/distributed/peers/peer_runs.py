@@ -142,12 +142,10 @@ class Run:
         arguments: dict[str, object] = {"folder": str(self.folder), "near": str(self.memory), "life": life.folder.name}
         domains = [self.domains.get(node, node) for node in life.nodes]
         arguments |= {"nodes": list(life.nodes), "domains": domains, "last_step": last_step, "stops_at": stops_at}
-        address = "127.0.0.1"
         if (networks := self.networks) is not None:
-            address = networks.host
             arguments["networks"] = [(networks.name_of(node), networks.address_of(node)) for node in life.nodes]
         case = Case(f"{CASES}:live", arguments)
-        with Launch(len(life.nodes), [case], life.folder / "world", address=address) as launch:
+        with Launch(len(life.nodes), [case], life.folder / "world") as launch:
             life.ranks = launch.processes
             await_(lambda: bool(life.lines(awaited)) or life.has_ended, said=life.said)
             assert life.lines(awaited), life.said()

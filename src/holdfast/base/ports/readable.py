@@ -79,8 +79,9 @@ class StoreTraits:
     `require_exclusive_creates`. `put_if_absent` asks by itself, before a create that decides something."""
 
     has_parity: bool = False
-    """Whether the store keeps parity of all packs of an attempt together. So a collection keeps all of them while a
-    step refers to one, and a commit does not wait for a holder of packs that does not answer."""
+    """Whether the store is the folders of many nodes, which keep parity of all packs of an attempt together. So a
+    collection keeps all packs of an attempt while a step refers to one, and lists all folders at once; and a commit
+    does not wait for a node that does not answer."""
 
 
 class Readable(Protocol):

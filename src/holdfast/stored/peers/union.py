@@ -210,6 +210,8 @@ class PeerStore(Store):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects from each node that answers, and the parity of each attempt that loses a pack."""
         listed = [*keys]
+        if not listed:
+            return
         for key in listed:
             self.require_key(key)
         packs = {key for key in listed if is_pack(key)}

@@ -9,10 +9,13 @@ the collector reads the digest at the end of the manifest.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from holdfast.base.ports.forwarding import ForwardingStore
 from holdfast.base.ports.ranges import read_range
+from holdfast.base.ports.readable import StoreEntry
 from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Fence
 from holdfast.base.types.manifest import Manifest
@@ -42,17 +45,38 @@ class _Known:
     """Its manifest, without the names of its files and tensors."""
 
 
+class _ListedAtOnce(ForwardingStore):
+    """A store whose step folders were listed together: each listing of the folders of many nodes asks every node."""
+
+    def __init__(self, inner: Store) -> None:
+        """List all that is there now."""
+        super().__init__(inner)
+        self._entries = defaultdict[str, list[StoreEntry]](list)
+        for entry in inner.list(""):
+            self._entries[entry.key.partition("/")[0] + "/"].append(entry)
+
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
+        """Yield every object of a folder of the store."""
+        assert not after and up_to is None, "a whole folder"
+        return iter(self._entries.get(prefix, ()))
+
+
 class InventoryCache:
     """Inspects the steps of a run; remembers those that hold what their manifests name."""
 
     def __init__(self, store: Store) -> None:
         """Remember nothing yet."""
-        self._store = store
+        self._store = self._listed = store
         self._known: dict[int, _Known] = {}
         self._buffer = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
 
-    def forget_all_but(self, steps: Collection[int]) -> None:
-        """Forget the steps that have no folder any more."""
+    def begin(self, steps: Collection[int]) -> None:
+        """Begin an inventory: forget the steps that have no folder any more.
+
+        Raises:
+            UnavailableError: Storage failed.
+        """
+        self._listed = _ListedAtOnce(self._store) if self._store.traits.has_parity else self._store
         self._known = {step: known for step, known in self._known.items() if step in steps}
 
     def inspect(
@@ -70,7 +94,7 @@ class InventoryCache:
             counts = fence.admits(step, known.manifest.epoch, known.manifest.digest)
             return replace(known.files, counts=counts), known.manifest, []
         self._known.pop(step, None)
-        files, manifest, strangers = removal.inspect_step(self._store, step, fence, pinned)
+        files, manifest, strangers = removal.inspect_step(self._listed, step, fence, pinned)
         if manifest is not None and not (pinned or strangers) and self._remember(files, manifest):
             elsewhere = tuple(pack for pack in manifest.packs if step_of_pack(pack.name) is not None)
             # A run has many steps, each perhaps with hundreds of thousands of packs.
@@ -89,7 +113,7 @@ class InventoryCache:
         for files in steps:
             if files.step not in staying and self._known.pop(files.step, None) is not None and not files.attempts:
                 digest = files.digest
-                files, _, _ = removal.inspect_step(self._store, files.step, fence)
+                files, _, _ = removal.inspect_step(self._listed, files.step, fence)
                 if files.digest != digest:
                     raise UnavailableError(
                         f"{self._store.url}: step {files.step} got another manifest while it was being judged; nothing "

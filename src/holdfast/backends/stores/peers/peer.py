@@ -32,6 +32,9 @@ _SILENT_SECONDS, _SILENT_SECONDS_MAX = 2.0, 30.0
 """After a call without an answer other calls fail at once, twice as long as that call has waited, within these bounds:
 each would wait as long, and a save asks while training waits."""
 
+_ANSWER_SECONDS = 10.0
+"""Longest wait for the answer to a read to begin: training waits for the reads with which a save begins."""
+
 _KEPT_MAX = 8
 """Most connections that wait for the next call."""
 
@@ -71,7 +74,7 @@ class Peer(Store):
         Args:
             address: Address and port of the agent.
             credentials: Run, secret and node, which the agent must have too.
-            timeout_seconds: The deadline of each call, from the beginning of the call.
+            timeout_seconds: The deadline of each call; of a read, from the beginning of the answer.
         """
         self.url = f"node {credentials.node} ({address[0]}:{address[1]})"
         """The node, for messages."""
@@ -272,12 +275,14 @@ class Peer(Store):
     def _ask_once(
         self, line: str, expected: str, fields: dict[str, str], data: bytes, room: Room, seconds: float | None
     ) -> tuple[Head, memoryview]:
-        link, is_kept = self._kept_link() or self._connected(), False
+        limit = seconds or self._timeout_seconds
+        answer_seconds = min(limit, _ANSWER_SECONDS) if line.startswith(("GET ", "HEAD ")) else limit
+        link, is_kept = self._kept_link() or self._connected(answer_seconds), False
         try:
             link.begin_next()
-            if seconds is not None:
-                link.end_in(seconds)
+            link.end_in(answer_seconds)
             answer = self._answer_to(link, Head(line, fields), data)
+            link.end_in(limit)
             if not link.is_proven:
                 raise self._unproven(f"answer {answer.line} without a proof of this connection")
             if line.startswith("HEAD "):
@@ -348,13 +353,13 @@ class Peer(Store):
         # The agent may have stored the object, and failed after that.
         return TemporaryError(f"{self.url}: {line}: {text}", may_take_effect=True)
 
-    def _connected(self) -> Link:
-        """Return a new connection to an agent that has the same version, run, node and secret.
+    def _connected(self, seconds: float) -> Link:
+        """Return a new connection to an agent that has the same version, run, node and secret, within some seconds.
 
         Raises:
             InvalidError: The agent has another one.
         """
-        link = Link.connected(self._address, self.url, self._timeout_seconds)
+        link = Link.connected(self._address, self.url, seconds)
         try:
             own, ours = new_nonce(), self._credentials.identity
             answer = self._answer_to(link, Head(framing.GREETING, ours | {NONCE: own}))
@@ -389,7 +394,6 @@ class Peer(Store):
                     return None
                 link = self._kept.pop()
             if link.is_fresh():
-                link.end_in(self._timeout_seconds)
                 return link
             link.close()
 

@@ -329,7 +329,7 @@ class CheckpointGC:
         manifests: dict[int, Manifest | None] = {}
         reasons: dict[int, tuple[str, ...]] = {}
         folders = step_folders(self._store)
-        self._known.forget_all_but(folders)
+        self._known.begin(folders)
         for step in folders:
             records = {
                 identity: record for identity, record in quarantine.get(step, {}).items() if self._choice.keeps(record)

@@ -378,14 +378,14 @@ def other_machine(path: Path, store: LocalStore, lease_seconds: float = 10.0) ->
 
 
 class Asked(ForwardingStore):
-    """Records the folders of steps that are listed."""
+    """Records the folders of steps that are listed, and listings of all."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.listed: list[str] = []
 
     def _around(self, name: str, subject: str, call: Callable[[], Result]) -> Result:
-        if name == "list" and subject.startswith("step-"):
+        if name == "list" and (not subject or subject.startswith("step-")):
             self.listed.append(subject)
         return call()
 
@@ -406,6 +406,20 @@ def test_a_step_that_stays_is_listed_once(tmp_path: Path) -> None:
         collected = collector.collect(0, lambda _: False)
         assert collected is not None and collected.steps == (2,)
         assert sorted(store.listed) == [step_folder(step) for step in (2, 2, 5)]
+    assert sorted(path.name + "/" for path in tmp_path.glob("step-*")) == [step_folder(step) for step in (3, 4, 5)]
+
+
+def test_the_folders_of_many_nodes_are_listed_at_once_by_each_inventory(tmp_path: Path) -> None:
+    store = Asked(store_of(tmp_path))
+    store.traits = replace(store.traits, has_parity=True)
+    with manager_at(tmp_path, deduplicate=False) as manager:
+        collector = CheckpointGC(store, SystemClock(), LatestN(3), manager._parts.writer_lease)
+        for step in range(1, 6):
+            manager.save(step, state_at(step)).wait()
+        holdfast.load(tmp_path / step_folder(2), state_at(0), process_group=False)
+        collected = collector.collect(0, lambda _: False)
+        assert collected is not None and collected.steps == (1, 2)
+        assert store.listed == ["", ""]
     assert sorted(path.name + "/" for path in tmp_path.glob("step-*")) == [step_folder(step) for step in (3, 4, 5)]
 
 
