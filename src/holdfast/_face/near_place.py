@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from holdfast._face import wiring
 from holdfast._face.agent_api import agent_command
-from holdfast._face.near_folder import near_folder_at
+from holdfast._face.near_folder import near_folder_at, require_outside_root
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.shelf import ShelfStore, is_in_memory
 from holdfast.base.ports.store import Store
@@ -49,12 +49,7 @@ def near_at(
     if tier.has_peers:
         return _peers(tier, root, settings, job)
     path = os.path.realpath(os.path.expanduser(str(tier.path)))
-    at_root = os.path.realpath(root.url) if root.url.startswith("/") else ""
-    if at_root and os.path.commonpath([path, at_root]) in (path, at_root):
-        raise InvalidError(
-            f"near={tier.path}: is the root {root.url}, lies in the root or holds the root; expected a folder of its "
-            "own. Nothing was touched. Choose another folder"
-        )
+    at_root = require_outside_root(str(tier.path), path, root)
     if at_root and is_in_memory(at_root):
         logger.warning(
             "%s: the root is in memory, so a reboot loses the run; expected a disk or an object store. A folder in "

@@ -18,7 +18,7 @@ from functools import partial
 
 import msgspec
 
-from holdfast._face.near_folder import near_folder_at
+from holdfast._face.near_folder import near_folder_at, require_outside_root
 from holdfast._face.peers.nodes import (
     node_folder,
     store_of,
@@ -29,7 +29,7 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.child_python import command_of
 from holdfast.core.plan.placement import RosterNode, grouping
-from holdfast.errors import InvalidError, first_three
+from holdfast.errors import first_three
 from holdfast.policies import PEERS_SCHEME, Tier
 from holdfast.settings import Settings
 from holdfast.stored.peers.roster import Roster
@@ -63,13 +63,7 @@ def peers_at(tier: Tier, root: Store, settings: Settings, job: Job) -> PeerPlace
         UnavailableError: The agent of a node does not start, or a node cannot reach its group.
     """
     url = str(tier.path)
-    base = os.path.realpath(url.removeprefix(PEERS_SCHEME))
-    at_root = os.path.realpath(root.url) if root.url.startswith("/") else ""
-    if at_root and os.path.commonpath([base, at_root]) in (base, at_root):
-        raise InvalidError(
-            f"near={url}: is the root {root.url}, lies in the root or holds the root; expected a folder of its own. "
-            "Nothing was touched. Choose another folder"
-        )
+    require_outside_root(url, os.path.realpath(url.removeprefix(PEERS_SCHEME)), root)
     own, statements = stated(url, root, settings, job)
     leads = [each.node for each in statements].index(own.node) == job.comm.rank
     require_named(statements)
