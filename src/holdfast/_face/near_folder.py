@@ -27,7 +27,7 @@ def require_outside_root(named: str, path: str, root: Store) -> str:
         path: Its folder.
         root: The root of the run.
     Raises:
-        InvalidError: The folder is that of the root, lies in there or around it.
+        InvalidError: The folder is that of the root, lies in there or holds the root.
     """
     at_root = os.path.realpath(root.url) if root.url.startswith("/") else ""
     if at_root and os.path.commonpath([path, at_root]) in (path, at_root):

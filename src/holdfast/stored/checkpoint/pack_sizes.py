@@ -114,8 +114,9 @@ def require_sizes(records: Sequence[FileRecord], packs: Packs, step: int | None,
         records: The files, packs most often, each once.
         packs: Locates one by its name.
         step: The step that names them.
-        are_voted: Whether the ranks have just stored the files. Then a store with parity need not answer: an agent that
-            is gone for a second would fail the save, and if its node is lost, an older step counts.
+        are_voted: Whether the ranks have just stored the files of this step. Then a store with parity need not answer
+            for them: an agent that is gone for a second would fail the save, and if its node is lost, an older step
+            counts.
     Raises:
         CorruptError: As `check_pack`.
     """
@@ -125,7 +126,7 @@ def require_sizes(records: Sequence[FileRecord], packs: Packs, step: int | None,
         try:
             check_pack(stored, record, step)
         except UnavailableError:
-            if not (are_voted and stored.files.traits.has_parity):
+            if not are_voted or step_of_pack(record.name) is not None or not stored.files.traits.has_parity:
                 raise
 
     sizes = listed_sizes([record.name for record in records], packs)

@@ -46,19 +46,35 @@ class _Known:
 
 
 class _ListedAtOnce(ForwardingStore):
-    """A store whose step folders were listed together: each listing of the folders of many nodes asks every node."""
+    """A store whose folders were listed together, and are listed no more."""
 
     def __init__(self, inner: Store) -> None:
         """List all that is there now."""
         super().__init__(inner)
+        # First: a folder that a save makes after that is empty in no inventory.
+        self._folders = inner.folders()
         self._entries = defaultdict[str, list[StoreEntry]](list)
         for entry in inner.list(""):
             self._entries[entry.key.partition("/")[0] + "/"].append(entry)
 
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names of the folders of the store."""
+        assert not prefix, "of the whole store"
+        return self._folders
+
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object of a folder of the store."""
-        assert not after and up_to is None, "a whole folder"
+        assert prefix.count("/") == 1 and not after and up_to is None, "a whole folder"
         return iter(self._entries.get(prefix, ()))
+
+
+def listed_at_once(store: Store) -> Store:
+    """Return a store for one inventory: each listing of the folders of many nodes asks every node, so one is enough.
+
+    Raises:
+        UnavailableError: Storage failed.
+    """
+    return _ListedAtOnce(store) if store.traits.has_parity else store
 
 
 class InventoryCache:
@@ -70,13 +86,9 @@ class InventoryCache:
         self._known: dict[int, _Known] = {}
         self._buffer = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
 
-    def begin(self, steps: Collection[int]) -> None:
-        """Begin an inventory: forget the steps that have no folder any more.
-
-        Raises:
-            UnavailableError: Storage failed.
-        """
-        self._listed = _ListedAtOnce(self._store) if self._store.traits.has_parity else self._store
+    def begin(self, listed: Store, steps: Collection[int]) -> None:
+        """Begin an inventory: take the store with its listings, and forget the steps that have no folder any more."""
+        self._listed = listed
         self._known = {step: known for step, known in self._known.items() if step in steps}
 
     def inspect(
@@ -104,7 +116,7 @@ class InventoryCache:
     def with_files_to_delete(
         self, steps: Iterable[StepFiles], staying: Collection[int], fence: Fence
     ) -> list[StepFiles]:
-        """Return the steps; those that do not stay are listed anew, since loads may have left reports there.
+        """Return the steps; those that do not stay with the files of this listing: loads may have left reports there.
 
         Raises:
             UnavailableError: Storage failed, or a step has another manifest now, which the policy has not seen.

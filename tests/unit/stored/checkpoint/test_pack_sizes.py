@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,13 +13,14 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
+from holdfast.base.ports.forwarding import ForwardingStore
 from holdfast.base.ports.readable import StoreEntry
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.values import Group
 from holdfast.core.engine.parallel_map import CALLS_AT_ONCE
 from holdfast.core.format.names import step_folder
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, UnavailableError
 from holdfast.settings import PAGE_BYTES
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.checkpoint.pack_sizes import require_sizes, short_packs
@@ -235,3 +237,45 @@ def test_a_collection_looks_at_unchanged_packs_by_pages(is_torn: bool) -> None:
     assert (packs[7] in " ".join(reasons[0])) == is_torn
     # The one that is missing is looked at by itself, for step 3 and for step 2.
     assert len(looks) == 0 if not is_torn else {call.subject for call in looks} == {packs[7]}
+
+
+class SilentStore(ForwardingStore):
+    """A store that does not answer for some keys."""
+
+    def __init__(self, inner: Store, silent: tuple[str, ...], *, has_parity: bool) -> None:
+        super().__init__(inner)
+        self.traits, self._silent = replace(inner.traits, has_parity=has_parity), silent
+
+    def size(self, key: str) -> int:
+        if key.endswith(self._silent):
+            raise UnavailableError(f"{key}: nodes do not answer")
+        return super().size(key)
+
+
+@pytest.mark.parametrize(
+    ("silent", "changed", "has_parity", "are_voted", "expected"),
+    [
+        ("r00001.safetensors", {}, True, True, None),
+        ("r00001.safetensors", {}, False, True, UnavailableError),
+        ("r00001.safetensors", {}, True, False, UnavailableError),
+        ("-", {"r00001.safetensors": b""}, True, True, CorruptError),
+        ("-", {"r00001.safetensors": None}, True, True, CorruptError),
+        ("r00002.safetensors", {}, True, True, UnavailableError),
+    ],
+    ids=["silent", "no parity", "not just stored", "another size", "absent", "of an older step"],
+)
+def test_a_commit_goes_on_without_a_node_that_has_just_stored_its_packs(
+    silent: str, changed: dict[str, bytes | None], has_parity: bool, are_voted: bool, expected: type[Exception] | None
+) -> None:
+    inner = MemoryStore(uuid.uuid4().hex)
+    folder, older = f"{step_folder(2)}{ATTEMPT}/", f"{step_folder(1)}{OTHER_ATTEMPT}/r00002.safetensors"
+    keys = {"r00000.safetensors": b"ab", "r00001.safetensors": b"cd"} | changed
+    for name, data in keys.items():
+        if data is not None:
+            inner.put(folder + name, data)
+    inner.put(older, b"ef")
+    store = SilentStore(inner, (silent,), has_parity=has_parity)
+    records = [FileRecord(name, 2, "0" * 32) for name in (*keys, older)]
+    packs = CheckpointLocation(store, step_folder(2), 2, root=store).packs_in(ATTEMPT)
+    with nullcontext() if expected is None else pytest.raises(expected):
+        require_sizes(records, packs, 2, are_voted=are_voted)

@@ -32,9 +32,6 @@ _SILENT_SECONDS, _SILENT_SECONDS_MAX = 2.0, 30.0
 """After a call without an answer other calls fail at once, twice as long as that call has waited, within these bounds:
 each would wait as long, and a save asks while training waits."""
 
-_ANSWER_SECONDS = 10.0
-"""Longest wait for the answer to a read to begin: training waits for the reads with which a save begins."""
-
 _KEPT_MAX = 8
 """Most connections that wait for the next call."""
 
@@ -74,7 +71,7 @@ class Peer(Store):
         Args:
             address: Address and port of the agent.
             credentials: Run, secret and node, which the agent must have too.
-            timeout_seconds: The deadline of each call; of a read, from the beginning of the answer.
+            timeout_seconds: The deadline of each call, from the beginning of the call.
         """
         self.url = f"node {credentials.node} ({address[0]}:{address[1]})"
         """The node, for messages."""
@@ -243,7 +240,7 @@ class Peer(Store):
         method, is_conditional = line.partition(" ")[0], framing.IF_NONE_MATCH in (fields or {})
         may_repeat = method in ("GET", "HEAD") or (method == "PUT" and not is_conditional) or line == _REMOVE
         once = partial(self._ask_once, line, expected, fields or {}, data, room, seconds)
-        with self._silence_noted():
+        with self._silence_noted(is_work=seconds is not None):
             for pause in _PAUSES_SECONDS:
                 try:
                     return once()
@@ -258,8 +255,8 @@ class Peer(Store):
             return once()
 
     @contextmanager
-    def _silence_noted(self) -> Iterator[None]:
-        """Fail at once if the node was silent a moment ago; note whether the node answers now."""
+    def _silence_noted(self, *, is_work: bool) -> Iterator[None]:
+        """Fail at once if the node was silent a moment ago; note whether the node answers now, which work says late."""
         start = _CLOCK.monotonic_seconds()
         until, why = self._silence
         if start < until:
@@ -269,20 +266,19 @@ class Peer(Store):
             self._silence = -math.inf, ""
         except LinkSilent as silent:
             end = _CLOCK.monotonic_seconds()
-            self._silence = end + min(max(_SILENT_SECONDS, 2 * (end - start)), _SILENT_SECONDS_MAX), str(silent)
+            seconds = 0.0 if is_work else min(2 * (end - start), _SILENT_SECONDS_MAX)
+            self._silence = end + max(_SILENT_SECONDS, seconds), str(silent)
             raise
 
     def _ask_once(
         self, line: str, expected: str, fields: dict[str, str], data: bytes, room: Room, seconds: float | None
     ) -> tuple[Head, memoryview]:
-        limit = seconds or self._timeout_seconds
-        answer_seconds = min(limit, _ANSWER_SECONDS) if line.startswith(("GET ", "HEAD ")) else limit
-        link, is_kept = self._kept_link() or self._connected(answer_seconds), False
+        link, is_kept = self._kept_link() or self._connected(), False
         try:
             link.begin_next()
-            link.end_in(answer_seconds)
+            if seconds is not None:
+                link.end_in(seconds)
             answer = self._answer_to(link, Head(line, fields), data)
-            link.end_in(limit)
             if not link.is_proven:
                 raise self._unproven(f"answer {answer.line} without a proof of this connection")
             if line.startswith("HEAD "):
@@ -353,13 +349,13 @@ class Peer(Store):
         # The agent may have stored the object, and failed after that.
         return TemporaryError(f"{self.url}: {line}: {text}", may_take_effect=True)
 
-    def _connected(self, seconds: float) -> Link:
-        """Return a new connection to an agent that has the same version, run, node and secret, within some seconds.
+    def _connected(self) -> Link:
+        """Return a new connection to an agent that has the same version, run, node and secret.
 
         Raises:
             InvalidError: The agent has another one.
         """
-        link = Link.connected(self._address, self.url, seconds)
+        link = Link.connected(self._address, self.url, self._timeout_seconds)
         try:
             own, ours = new_nonce(), self._credentials.identity
             answer = self._answer_to(link, Head(framing.GREETING, ours | {NONCE: own}))
@@ -394,6 +390,7 @@ class Peer(Store):
                     return None
                 link = self._kept.pop()
             if link.is_fresh():
+                link.end_in(self._timeout_seconds)
                 return link
             link.close()
 

@@ -42,7 +42,7 @@ from holdfast.stored.repository.quarantine import QuarantineRecord, quarantined,
 from holdfast.stored.repository.tags import whole_tags
 from holdfast.stored.repository.timeline_records import timeline_records
 from holdfast.stored.repository.timelines import MovedManifests, moved_manifests, newest_timeline
-from holdfast.training.runs.inventory_cache import InventoryCache
+from holdfast.training.runs.inventory_cache import InventoryCache, listed_at_once
 from holdfast.training.runs.removal.chosen_steps import (
     NOTHING_CHOSEN,
     ChosenNames,
@@ -270,19 +270,19 @@ class CheckpointGC:
             InvalidError: The policy ranks by a metric that no step has.
             UnavailableError: Storage failed.
         """
-        store, traits = self._store, self._store.traits
-        if self._run_id is None:
-            self._run_id = require_run(store)
-        fence, quarantine = current_fence(store), quarantined(store)
+        self._run_id = self._run_id or require_run(self._store)
+        fence = current_fence(self._store)
         # Before the steps are listed: a save that ends during the listing then still counts as under way.
         under_way, needed = self._pins.under_way(), self._pins.needed()
-        all_files, manifests, reasons = self._inspected(fence, quarantine)
+        store, traits = listed_at_once(self._store), self._store.traits
+        quarantine = quarantined(store)
+        all_files, manifests, reasons = self._inspected(store, fence, quarantine)
         # After the folders: a manifest that moves meanwhile is then in one of the two lists.
-        moved = moved_manifests(store)
+        moved = moved_manifests(self._store)
         newest = newest_timeline(store, fence, manifests, moved)
         records = timeline_records(store, fence)
         # Leases before tags: a tagger holds a lease on the step until its tag is put. See `training/runs/tags.py`.
-        readers, tags = self._readers.holds(forget=self._writer_lease is not None), whole_tags(store)
+        readers, tags = self._readers.holds(forget=self._writer_lease is not None), whole_tags(self._store)
         needs = Needs(tags, readers, quarantine, self._pins)
         counted = _counted(moved, fence)
         whole = [manifest for manifest in (*manifests.values(), *counted) if manifest is not None]
@@ -322,14 +322,14 @@ class CheckpointGC:
         )
 
     def _inspected(
-        self, fence: Fence, quarantine: Mapping[int, Mapping[str, QuarantineRecord]]
+        self, store: Store, fence: Fence, quarantine: Mapping[int, Mapping[str, QuarantineRecord]]
     ) -> tuple[list[StepFiles], dict[int, Manifest | None], dict[int, tuple[str, ...]]]:
         """Return the files of each step folder, the manifests that count, and why damaged ones stay."""
         all_files: list[StepFiles] = []
         manifests: dict[int, Manifest | None] = {}
         reasons: dict[int, tuple[str, ...]] = {}
-        folders = step_folders(self._store)
-        self._known.begin(folders)
+        folders = step_folders(store)
+        self._known.begin(store, folders)
         for step in folders:
             records = {
                 identity: record for identity, record in quarantine.get(step, {}).items() if self._choice.keeps(record)
@@ -365,7 +365,7 @@ class CheckpointGC:
         needs: Needs,
     ) -> Mapping[StepAndDigest, tuple[str, ...]]:
         """Return why further steps stay: the policy or a tag keeps them, or a reader has a lease on them."""
-        reasons = dict(incomplete_steps(self._store, candidates, all_files, newest))
+        reasons = dict(incomplete_steps(self._store, candidates, all_files, newest, needs.tags))
         facts = [
             KeptFacts(
                 step,
@@ -384,7 +384,7 @@ class CheckpointGC:
         by_log = kept_bases([candidates[each.name] for each in facts], newest)
         for name, whys in (*kept(self._keep, facts, newest).items(), *by_log.items()):
             reasons[name] = (*whys, *reasons.get(name, ()))
-        return reasons
+        return {name: whys for name, whys in reasons.items() if whys}
 
     def await_readers(self) -> None:
         """Watch the leases of processes on other hosts for one lease time, to find out which are dead."""

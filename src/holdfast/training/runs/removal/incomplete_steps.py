@@ -15,6 +15,7 @@ from holdfast.base.types.timeline import Timeline
 from holdfast.errors import UnavailableError
 from holdfast.stored.checkpoint.pack_sizes import sizes_of
 from holdfast.stored.repository import removal
+from holdfast.stored.repository.tags import Tags
 
 
 def incomplete_steps(
@@ -22,8 +23,12 @@ def incomplete_steps(
     manifests: Mapping[StepAndDigest, Manifest],
     all_files: Sequence[StepFiles],
     newest: Timeline,
+    tags: Tags,
 ) -> Mapping[StepAndDigest, tuple[str, ...]]:
     """Return the newest steps with missing files of each timeline, down to its first complete step, each with why.
+
+    A step without a why need not stay: a node of many may be silent for hours, and each save meanwhile adds a step that
+    cannot be looked at. The newest of them stays, and those with a tag.
 
     So too for the chain of the newest timeline. No run resumes from these steps. The complete step is the newest valid
     one of its timeline or chain, and the policy keeps it.
@@ -33,11 +38,13 @@ def incomplete_steps(
         manifests: Manifests by step and digest.
         all_files: Files of all steps. Those of known steps are left out: they are complete.
         newest: The newest timeline.
+        tags: The tags of all steps.
     """
     stored = {key: size for files in all_files for sizes in files.attempts.values() for key, size in sizes.items()}
     torn: dict[StepAndDigest, tuple[str, ...]] = {}
     complete = set[StepAndDigest]()
     for group in _groups(manifests, newest):
+        is_newest = True
         for name in group:
             if name in complete:
                 break
@@ -49,7 +56,11 @@ def incomplete_steps(
                 at_links = {links[key] for key in short if key in links}
                 stored |= sizes_of(at_links - stored.keys(), packs_under(store, ""))
             except UnavailableError as error:  # A silent node must not let the files of failed saves pile up.
-                torn[name] = (f"cannot be looked at now: {error}",)
+                if is_newest or torn.get(name) or tags.of(*name) or not store.traits.has_parity:
+                    torn[name] = (f"cannot be looked at now: {error}",)
+                else:
+                    torn[name] = ()
+                is_newest = False
                 continue
             short = [key for key in short if key not in links or stored[links[key]] != named[key]]
             if not short:

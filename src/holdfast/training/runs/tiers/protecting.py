@@ -134,7 +134,9 @@ class Protecting:
         self._handles: list[tuple[StepAndDigest, SaveHandle]] = []
         self._ends: dict[StepAndDigest, CheckpointError | None] = {}
         self._pinned: dict[StepAndDigest, StepPin] = {}
-        """On rank 0: the newest replicated step, and those that wait."""
+        """On rank 0: the newest replicated step, the newest one that waits, and the one that is protected now."""
+        self._taken: StepAndDigest | None = None
+        """On rank 0: the step that is protected now, or was last."""
         self._older: list[StepAndDigest] = []
         """Those that were pinned when the step was taken that is protected now."""
         self._number = 0
@@ -147,8 +149,11 @@ class Protecting:
                 self._named_early.remove((step, digest))
             else:
                 self._near_steps.append((step, digest))
+            passed = [name for name in self._near_steps[:-1] if name != self._taken]
             self._wake.set()
         self._pin((step, digest))
+        for name in passed:  # An outage may last, and no step but the newest one will be protected after it.
+            self._unpin(name)
 
     def note_loaded(self, step: int, digest: str) -> None:
         """Keep a loaded step until a newer one is replicated: the nodes that protected the step may be lost."""
@@ -242,6 +247,7 @@ class Protecting:
         with GUARD:
             self._wake.clear()
             names, self._older = [*self._near_steps], list(self._pinned)
+            self._taken = names[-1] if names else self._taken
         if not names and not self._is_closing:
             return []
         value: bytes | None = json.dumps(names).encode() if names else _END

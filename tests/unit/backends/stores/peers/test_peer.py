@@ -282,6 +282,18 @@ def test_a_silent_node_is_not_asked_again_for_twice_as_long_as_it_was_waited_for
             listener.accept()
 
 
+def test_an_agent_whose_work_took_too_long_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.backends.stores.peers.peer._SILENT_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = Peer(listener.getsockname(), CREDENTIALS, 0.2)
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match=r"node n3 \(.*: did not answer in time"):
+                peer.protect("step/attempt/", {}, None, 5)
+        listener.setblocking(False)
+        for _ in range(2):
+            listener.accept()[0].close()
+
+
 def test_a_node_that_closes_a_connection_is_asked_again_at_once() -> None:
     connections = []
     with listening(lambda connection: connections.append(connection.fileno())) as address:

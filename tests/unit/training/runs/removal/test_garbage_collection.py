@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -22,10 +22,11 @@ from holdfast._face import wiring
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.forwarding import ForwardingStore
+from holdfast.base.ports.readable import StoreEntry
 from holdfast.base.ports.store import Store
 from holdfast.base.types.removal import Unreferenced
 from holdfast.core.format.names import SUPERSEDED_FOLDER, step_folder, superseded_key
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
 from holdfast.settings import Settings
 from holdfast.stored.leases.reader import ReaderLease, leases
@@ -421,6 +422,38 @@ def test_the_folders_of_many_nodes_are_listed_at_once_by_each_inventory(tmp_path
         assert collected is not None and collected.steps == (1, 2)
         assert store.listed == ["", ""]
     assert sorted(path.name + "/" for path in tmp_path.glob("step-*")) == [step_folder(step) for step in (3, 4, 5)]
+
+
+class SilentNode(ForwardingStore):
+    """The folders of nodes of which one, with the packs of some steps, does not answer."""
+
+    def __init__(self, inner: Store, steps: Iterable[int]) -> None:
+        super().__init__(inner)
+        self.traits = replace(inner.traits, has_parity=True)
+        self.folders_of_packs = tuple(map(step_folder, steps))
+
+    def _is_there(self, key: str) -> bool:
+        return not (key.startswith(self.folders_of_packs) and key.endswith(".safetensors"))
+
+    def size(self, key: str) -> int:
+        if not self._is_there(key):
+            raise UnavailableError("a node does not answer")
+        return super().size(key)
+
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
+        return (each for each in super().list(prefix, after=after, up_to=up_to) if self._is_there(each.key))
+
+
+def test_steps_that_cannot_be_looked_at_for_long_do_not_pile_up(tmp_path: Path) -> None:
+    with manager_at(tmp_path, deduplicate=False) as manager:
+        for step in range(1, 7):
+            manager.save(step, state_at(step)).wait()
+    api.tag(tmp_path, 3, "kept")
+    store = SilentNode(store_of(tmp_path), range(2, 7))
+    collector = CheckpointGC(store, SystemClock(), AnyOf(LatestN(1), Tagged()), None)
+    assert set(collector.survey().reasons) == {1, 3, 6}, "the newest one, the complete one, and that with a tag"
+    store.folders_of_packs = ("-",)
+    assert set(collector.survey().reasons) == {3, 6}
 
 
 def test_a_pack_in_a_folder_that_is_not_listed_again_is_still_missed(tmp_path: Path) -> None:

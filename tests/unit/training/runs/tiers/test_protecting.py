@@ -88,3 +88,30 @@ def test_a_step_goes_once_the_next_one_is_protected_and_not_with_the_step_after(
         second.wait("replicated")
         await_within(30.0, lambda: steps_in(tmp_path / "near") == [2])
         run.close(wait=False)
+
+
+def test_steps_do_not_pile_up_while_one_is_protected_for_long(tmp_path: Path) -> None:
+    may_end, asked = threading.Event(), threading.Event()
+    may_end.set()
+
+    def protect(attempt: str, packs: dict[str, dict[str, int]], seconds: float) -> None:
+        asked.set()
+        assert may_end.wait(30.0)
+
+    group = group_with(protect, lambda: None)
+    near = NearPlace(LocalStore(tmp_path / "near", settings=SETTINGS), EveryNSteps(1), 1, peers=group)
+    root = LocalStore(tmp_path / "root", settings=SETTINGS)
+    with CheckpointManager.over(root, wiring.saving_job(False, SETTINGS, root.url), near=near) as run:
+        run.save(1, {"w": torch.ones(1000)}, near_only=True).wait("replicated")
+        may_end.clear()
+        asked.clear()
+        run.save(2, {"w": torch.ones(1000)}, near_only=True).wait("near")
+        assert asked.wait(30.0)
+        for step in range(3, 8):
+            last = run.save(step, {"w": torch.ones(1000)}, near_only=True)
+            last.wait("near")
+        await_within(30.0, lambda: steps_in(tmp_path / "near") == [1, 2, 7])
+        may_end.set()
+        last.wait("replicated")
+        await_within(30.0, lambda: steps_in(tmp_path / "near") == [7])
+        run.close(wait=False)
