@@ -51,7 +51,7 @@ class _ListedAtOnce(ForwardingStore):
     def __init__(self, inner: Store) -> None:
         """List all that is there now."""
         super().__init__(inner)
-        # First: a folder that a save makes after that is empty in no inventory.
+        # Before the listing: a folder that a save makes between the two is not taken for an empty one.
         self._folders = inner.folders()
         self._entries = defaultdict[str, list[StoreEntry]](list)
         for entry in inner.list(""):
