@@ -88,7 +88,7 @@ def _lose_all_near(run: Run, nodes: Sequence[str]) -> None:
         log = life.log()
     assert life.newest("resumed") == run.replicated, life.said()
     assert f"from {run.root}" in log, life.said()
-    told = ("older steps are tried", "steps that only this folder had are lost")
+    told = ("older steps are tried", "steps that only this folder had are lost", "have lost their folders")
     assert newest <= run.replicated or any(text in log for text in told), life.said()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -78,7 +78,8 @@ def peers_at(tier: Tier, root: Store, settings: Settings, job: Job) -> PeerPlace
     try:
         answers = _together(job, partial(node.serve, tells=tells) if leads else bytes)
         served = [msgspec.json.decode(each, type=Served) for each in answers if each]
-        roster = _roster_of(tier, root, served, job)
+        earlier = next((each.earlier for each in served if each.earlier is not None), None)
+        roster = _roster_of(tier, root, served, earlier, job)
         store = store_of(url, roster, own.node, {own.node: folder}, secret)
         _together(job, partial(node.join, roster) if leads else bytes)
     except BaseException:
@@ -97,6 +98,8 @@ def peers_at(tier: Tier, root: Store, settings: Settings, job: Job) -> PeerPlace
     )
     if job.comm.rank == 0:
         _tell(url, roster)
+        if earlier is not None:
+            _tell_of_lost(url, earlier, {each.node: each.made for each in statements})
     return PeerPlace(store, folder, group)
 
 
@@ -120,10 +123,9 @@ def _command(tier: Tier, root: Store, settings: Settings, own: StatedNode, folde
     return [*command_of("holdfast._face.agent_api:main"), json.dumps(request)]
 
 
-def _roster_of(tier: Tier, root: Store, served: Sequence[Served], job: Job) -> Roster:
+def _roster_of(tier: Tier, root: Store, served: Sequence[Served], earlier: Roster | None, job: Job) -> Roster:
     members = tuple(each.member for each in served)
     names = {each.name for each in members}
-    earlier = next((each.earlier for each in served if each.earlier is not None), None)
     former = () if earlier is None else tuple(each for each in earlier.all if each.name not in names)
     made = float(job.comm.broadcast(str(job.clock.unix_seconds()).encode() if job.comm.rank == 0 else None))
     return Roster(root.url, tier.group, members, former, made)
@@ -160,4 +162,22 @@ def _tell(url: str, roster: Roster) -> None:
             "group, and the near steps with them; expected nodes of more domains, or a smaller Tier(group=…)",
             url,
             first_three(large),
+        )
+
+
+def _tell_of_lost(url: str, earlier: Roster, made: Mapping[str, float]) -> None:
+    """Tell if no keeper of the last job has a folder any more: nothing else knows of the last near steps.
+
+    Args:
+        url: The near tier.
+        earlier: The newest roster that a node of this job has.
+        made: When the roster of each node of this job was made; 0 without one.
+    """
+    keepers = earlier.grouping.keepers
+    if all(made.get(name, earlier.made) < earlier.made for name in keepers):
+        logger.warning(
+            "%s: nodes [%s] kept the manifests of the last job, and have lost their folders: steps that only the near "
+            "tier had are lost. The run goes on from older ones, or from the root",
+            url,
+            first_three(keepers),
         )
