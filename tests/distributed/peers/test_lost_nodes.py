@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.stored.peers.roster import ROSTER_FILE
 from tests.distributed.peers.nodes import node_memory
 from tests.distributed.peers.peer_cases import STEPS
 from tests.distributed.peers.peer_runs import CASES, Life, Run, await_, end, no_agent
@@ -112,9 +113,11 @@ def _agent(run: Run) -> None:
 def _all_ranks_of_fewer_and_more(run: Run) -> None:
     """Kill all ranks, and no agent: also a step that is only near is there for the next job, on any number of ranks.
 
-    First on two nodes, one of which has two ranks.
+    First on two nodes, one of which has two ranks. A job finds the memory of other nodes if one of its own has not lost
+    its folder.
     """
-    for nodes in ([run.nodes[0], *run.nodes[:2]], run.nodes):
+    first, second, *_ = sorted(run.nodes, key=lambda node: not (run.memory / node / ROSTER_FILE).exists())
+    for nodes in ([first, first, second], run.nodes):
         run.nodes = nodes
         with run.life() as life:
             run.pause(SECONDS_MAX)
