@@ -90,6 +90,8 @@ class Run:
     """The node of each rank of the next life, in any order."""
     replicated: int = 0
     """The newest step of which rank 0 was told that no loss of a node loses it."""
+    trained: int = 0
+    """The newest step that any life has trained."""
     blocked_seconds_max: float = 8.0
     """A step is never blocked for so long: a busy machine takes a second or two, a wait that nobody ends takes 10."""
     domains: dict[str, str] = field(default_factory=dict)
@@ -164,6 +166,7 @@ class Run:
         blocked = max((float(seconds) for _, seconds in life.lines("blocked")), default=0.0)
         assert blocked < self.blocked_seconds_max, f"a step was blocked for {blocked} s\n{life.said()}"
         self.replicated = max(self.replicated, life.newest("replicated"))
+        self.trained = max(self.trained, life.newest("loss"))
         self.counts["lives"] += 1
         self.counts["steps with equal losses"] += len(losses)
         self.counts["steps replicated"] += len(life.lines("replicated"))
@@ -181,7 +184,8 @@ class Run:
         await_(lambda: not agents_naming(f"{self.memory}/"))
         newest = steps_in(self.root)[-1]
         assert newest == life.newest("replicated"), life.said()
-        assert not [*self.memory.glob("*/step-*"), *self.memory.glob("*/parity/*")], life.said()
+        left = [*self.memory.glob("*/step-*/**/*"), *self.memory.glob("*/parity/*/*")]
+        assert not left, f"{left}\n{life.said()}"
         assert list(holdfast.open_checkpoint(self.root / f"step-{newest:012d}").verify()) == []
 
 

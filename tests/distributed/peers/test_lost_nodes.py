@@ -96,6 +96,8 @@ def _lose_all_near(run: Run, nodes: Sequence[str]) -> None:
 def _agent(run: Run) -> None:
     """Have no agent of one node for 50 steps, which are saved; the next agent protects the other node of its group."""
     with run.life() as life:
+        # A keeper without an agent may still have the manifest of a damaged step, and refuse the step a second time.
+        await_(lambda: life.newest("replicated") > run.trained, said=life.said)
         node, other = run.chance.sample(run.chance.choice(run.groups), 2)
         with no_agent(run, node):
             first = life.newest("loss")
