@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from holdfast._face.peers.nodes import roster_seen_from_here
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.parallel_map import ordered_parallel_map
-from holdfast.core.format.names import is_pack_name
+from holdfast.core.format.names import PARITY_FOLDER, is_pack_name
 from holdfast.errors import CheckpointError
 from holdfast.settings import Settings
-from holdfast.stored.peers.parity_files import PARITY_FOLDER, attempt_of
+from holdfast.stored.peers.parity_files import attempt_of
 from holdfast.stored.peers.roster import Member
 from holdfast.training.runs.tiers.agent_files import STATUS_FILE, NodeStatus
 

@@ -22,13 +22,13 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.ports.readable import Buffers, OnRange
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.buffers import allocate_aligned
-from holdfast.core.format.names import is_attempt_folder, is_pack_name, step_of_folder
+from holdfast.core.format.names import PARITY_FOLDER, is_attempt_folder, is_pack_name, step_of_folder
 from holdfast.core.format.sealed_json import decode_sealed, header, sealed
 from holdfast.core.plan.parity import PackStream, ParityInput, Stripe, xor_into
 from holdfast.errors import CheckpointError, CorruptError, MissingError, UnavailableError, first_three
 from holdfast.settings import KIB, MIB
 
-PARITY_FOLDER, PARITY_FILE = "parity/", "xor"
+PARITY_FILE = "xor"
 WINDOW_BYTES = 8 * MIB
 """Bytes that are read, and held, at a time."""
 

@@ -21,6 +21,7 @@ from holdfast.base.ports.ranges import check_ranges
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry
 from holdfast.base.ports.store import Store, Upload
 from holdfast.core.engine.parallel_map import ordered_parallel_map
+from holdfast.core.format.names import PARITY_FOLDER
 from holdfast.core.plan.keepers import quorum
 from holdfast.errors import (
     CheckpointError,
@@ -33,7 +34,6 @@ from holdfast.errors import (
 from holdfast.stored.peers.hedging import HedgedNode, Paces, rebuild_runs
 from holdfast.stored.peers.keeping import put_on_keepers
 from holdfast.stored.peers.parity_files import (
-    PARITY_FOLDER,
     AttemptPlaces,
     PackLostError,
     ParityTable,
@@ -172,7 +172,7 @@ class PeerStore(Store):
         self.require_prefix(prefix)
         listings = self._of_all(lambda store: [*store.list(prefix, after=after, up_to=up_to)])
         found = {entry.key: entry for entries in listings for entry in entries}
-        return (found[key] for key in sorted(found) if not key.startswith(PARITY_FOLDER))
+        return (found[key] for key in sorted(found) if prefix or not key.startswith(PARITY_FOLDER))
 
     def identity(self, key: str) -> str:
         """Return a text that the keys of one object share."""

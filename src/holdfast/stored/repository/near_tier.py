@@ -8,7 +8,7 @@ import platform
 import msgspec
 
 from holdfast.base.ports.store import Store
-from holdfast.core.format.names import LATEST_FILE, RUN_FILE, step_of_folder
+from holdfast.core.format.names import LATEST_FILE, PARITY_FOLDER, RUN_FILE, step_of_folder
 from holdfast.core.format.sealed_json import Text, decode_sealed, header, sealed
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.stored.repository.catalog import ensure_run, read_run_id, root_of_near
@@ -26,7 +26,7 @@ NEAR_FILE = f"{NEAR_FOLDER}tier.json"
 """Key of the record of the near tier, in the root."""
 
 _KIND = "near tier"
-_FOLDERS = {"tags", "timelines", "quarantine", "superseded", "readers", "collecting"}
+_FOLDERS = {"tags", "timelines", "quarantine", "superseded", "readers", "collecting", PARITY_FOLDER[:-1]}
 _OWN = {RUN_FILE, README_FILE, LATEST_FILE, *_FOLDERS, "job.json", "roster.json"}
 """First parts of the keys that a near tier has, without epochs, steps and the files of its agent. Of peers, an agent
 ends once its node is in no roster any more."""
@@ -121,7 +121,8 @@ def empty_near(run: TwoRoots) -> None:
     The records of epochs stay: a stopped writer of an older epoch finds there that its epoch is over.
     """
     near = run.near
-    keys = [entry.key for entry in near.list("")]
+    # Parity of packs that are lost has no pack with which it would go.
+    keys = [entry.key for prefix in ("", PARITY_FOLDER) for entry in near.list(prefix)]
     firsts, own = {key: key.partition("/")[0] for key in keys}, _OWN - {RUN_FILE}
     gone = [key for key, first in firsts.items() if first in own or step_of_folder(first) is not None]
     for batch in (gone, [RUN_FILE]):  # The file of the run last: without it no command knows the folder.

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 
 import holdfast
+from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.core.format.names import step_folder
 from holdfast.policies import LatestN
 from holdfast.settings import MIB, Settings
-from holdfast.stored.peers.parity_files import attempt_of, packs_at, protect
+from holdfast.stored.peers.parity_files import attempt_of, packs_at, parity_keys, protect
+from holdfast.stored.repository.near_tier import empty_near
+from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.runs.removal.garbage_collection import collected
 from tests.support.tuning import tuned
 from tests.unit.stored.peers.test_union import Nodes, read
@@ -48,6 +51,14 @@ def test_a_pack_that_later_steps_need_is_still_read_without_its_node(tmp_path: P
     assert manager.steps() == [3] and len(first) > 1
     nodes.lose(0)
     assert {key: read(nodes.at(1), key) for key in first} == whole
+
+
+def test_an_emptied_tier_has_no_parity_of_lost_packs(tmp_path: Path) -> None:
+    nodes, lost = Nodes(tmp_path / "near", 3), f"{step_folder(1)}{'0' * 16}/"
+    for key in parity_keys(lost):
+        nodes.stores["node-1"].put(key, b"x")
+    empty_near(TwoRoots(nodes.at(0), LocalStore(tmp_path / "root", settings=SETTINGS)))
+    assert not [*nodes.stores["node-1"].list("")]
 
 
 def test_a_silent_node_holds_up_no_removal_of_other_files(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from typing import Literal
 from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Holder
-from holdfast.core.format.names import step_of_folder
+from holdfast.core.format.names import PARITY_FOLDER, step_of_folder
 from holdfast.errors import CheckpointError, ConflictError, first_three
 from holdfast.stored.leases.process import can_be_seen, is_gone, is_this_process, this_process
-from holdfast.stored.peers.parity_files import PARITY_FOLDER
 
 logger = logging.getLogger(__name__)
 
