@@ -184,8 +184,8 @@ class Run:
         await_(lambda: not agents_naming(f"{self.memory}/"))
         newest = steps_in(self.root)[-1]
         assert newest == life.newest("replicated"), life.said()
-        left = [*self.memory.glob("*/step-*/**/*"), *self.memory.glob("*/parity/*/*")]
-        assert not left, f"{left}\n{life.said()}"
+        left = [*self.memory.glob("*/step-*"), *self.memory.glob("*/parity/*")]
+        assert not left, f"{[[each, *each.rglob('*')] for each in left]}\n{life.said()}"
         assert list(holdfast.open_checkpoint(self.root / f"step-{newest:012d}").verify()) == []
 
 

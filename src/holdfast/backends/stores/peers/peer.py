@@ -256,7 +256,7 @@ class Peer(Store):
 
     @contextmanager
     def _silence_noted(self, *, is_work: bool) -> Iterator[None]:
-        """Fail at once if the node was silent a moment ago; note whether the node answers now, or works for long."""
+        """Fail at once if the node was silent a moment ago. Note a silence now: that of work is no sign of the next."""
         start = _CLOCK.monotonic_seconds()
         until, why = self._silence
         if start < until:

@@ -27,11 +27,11 @@ def incomplete_steps(
 ) -> Mapping[StepAndDigest, tuple[str, ...]]:
     """Return the newest steps with missing files of each timeline, down to its first complete step, each with why.
 
-    A step without a why need not stay: a node of many may be silent for hours, and each save meanwhile adds a step that
-    cannot be looked at. The newest of them stays, and those with a tag.
-
     So too for the chain of the newest timeline. No run resumes from these steps. The complete step is the newest valid
     one of its timeline or chain, and the policy keeps it.
+
+    A step without a why need not stay. In a store of many nodes one node may be silent for hours, and each save adds a
+    step that cannot be looked at: the newest of these steps stays, and each one with a tag.
 
     Args:
         store: The root of the run.
@@ -56,10 +56,8 @@ def incomplete_steps(
                 at_links = {links[key] for key in short if key in links}
                 stored |= sizes_of(at_links - stored.keys(), packs_under(store, ""))
             except UnavailableError as error:  # A silent node must not let the files of failed saves pile up.
-                if is_newest or torn.get(name) or tags.of(*name) or not store.traits.has_parity:
-                    torn[name] = (f"cannot be looked at now: {error}",)
-                else:
-                    torn[name] = ()
+                must_stay = is_newest or torn.get(name) or tags.of(*name) or not store.traits.has_parity
+                torn[name] = (f"cannot be looked at now: {error}",) if must_stay else ()
                 is_newest = False
                 continue
             short = [key for key in short if key not in links or stored[links[key]] != named[key]]

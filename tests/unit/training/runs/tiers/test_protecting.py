@@ -40,6 +40,12 @@ def group_with(protect: Protect, note_replicated: Callable[[], None]) -> PeerGro
     )
 
 
+def run_over(folder: Path, protect: Protect, note_replicated: Callable[[], None] = lambda: None) -> CheckpointManager:
+    near_folder, root = (LocalStore(folder / name, settings=SETTINGS) for name in ("near", "root"))
+    near = NearPlace(near_folder, EveryNSteps(1), 1, peers=group_with(protect, note_replicated))
+    return CheckpointManager.over(root, wiring.saving_job(False, SETTINGS, root.url), near=near)
+
+
 def test_a_failure_ends_its_own_step_and_no_other(tmp_path: Path) -> None:
     failing = ["protect", "", "note", ""]
 
@@ -51,11 +57,7 @@ def test_a_failure_ends_its_own_step_and_no_other(tmp_path: Path) -> None:
         if failing[0] == "note":
             raise OSError("the folder is full")
 
-    near = NearPlace(
-        LocalStore(tmp_path / "near", settings=SETTINGS), EveryNSteps(1), 1, peers=group_with(protect, note_replicated)
-    )
-    root = LocalStore(tmp_path / "root", settings=SETTINGS)
-    with CheckpointManager.over(root, wiring.saving_job(False, SETTINGS, root.url), near=near) as run:
+    with run_over(tmp_path, protect, note_replicated) as run:
         for step in range(1, 5):
             handle = run.save(step, {"w": torch.full((1000,), float(step))}, near_only=True)
             if failing[0] == "protect":
@@ -74,10 +76,7 @@ def test_a_step_goes_once_the_next_one_is_protected_and_not_with_the_step_after(
     def protect(attempt: str, packs: dict[str, dict[str, int]], seconds: float) -> None:
         assert may_end.wait(30.0)
 
-    group = group_with(protect, lambda: None)
-    near = NearPlace(LocalStore(tmp_path / "near", settings=SETTINGS), EveryNSteps(1), 1, peers=group)
-    root = LocalStore(tmp_path / "root", settings=SETTINGS)
-    with CheckpointManager.over(root, wiring.saving_job(False, SETTINGS, root.url), near=near) as run:
+    with run_over(tmp_path, protect) as run:
         run.save(1, {"w": torch.ones(1000)}, near_only=True).wait("replicated")
         may_end.clear()
         second = run.save(2, {"w": torch.ones(1000)}, near_only=True)
@@ -98,10 +97,7 @@ def test_steps_do_not_pile_up_while_one_is_protected_for_long(tmp_path: Path) ->
         asked.set()
         assert may_end.wait(30.0)
 
-    group = group_with(protect, lambda: None)
-    near = NearPlace(LocalStore(tmp_path / "near", settings=SETTINGS), EveryNSteps(1), 1, peers=group)
-    root = LocalStore(tmp_path / "root", settings=SETTINGS)
-    with CheckpointManager.over(root, wiring.saving_job(False, SETTINGS, root.url), near=near) as run:
+    with run_over(tmp_path, protect) as run:
         run.save(1, {"w": torch.ones(1000)}, near_only=True).wait("replicated")
         may_end.clear()
         asked.clear()
