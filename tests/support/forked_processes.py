@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -37,6 +35,8 @@ IMPORTED = (
     "torch.distributed.tensor.parallel",
 )
 POLL_SECONDS = 0.005
+KILLED_SECONDS = 60.0
+"""How long a killed fork may take to end. The end of a fork whose origin is gone is never told."""
 FIRST_WAIT_SECONDS = 60.0
 """How long an origin waits for the process that has started it, which may be gone."""
 
@@ -196,31 +196,15 @@ def _serve(listening: socket.socket, place: Path) -> Work | None:
     # What is here now is garbage in no fork: looking at it would copy its pages.
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has none of the threads that were there"
-    statuses: dict[int, Path] = {}
-
-    def reap(number: int, frame: FrameType | None) -> None:
-        while statuses:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                return
-            # Its world may be over and gone: nobody asks any more.
-            with suppress(FileNotFoundError):
-                write_whole(statuses.pop(pid), str(os.waitstatus_to_exitcode(status)))
-
-    signal.signal(signal.SIGCHLD, reap)
     connections = _Connections(listening, place)
     while (asked := connections.next_line()) is not None:
         line, stream = asked
         work = Work(**json.loads(line))
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         pid = os.fork()
         if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             connections.close()
             return work
-        statuses[pid] = Path(work.status)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        connections.await_end(pid, Path(work.status))
         stream.write(f"{pid}\n")
         stream.flush()
     return None
@@ -234,6 +218,7 @@ class _Connections:
         self._selector = selectors.DefaultSelector()
         self._selector.register(listening, selectors.EVENT_READ)
         self._streams: dict[socket.socket, TextIO] = {}
+        self._forks: dict[int, tuple[int, Path]] = {}
         self._can_be_seen = True
 
     def next_line(self) -> tuple[str, TextIO] | None:
@@ -245,6 +230,9 @@ class _Connections:
                     self._accept()
                     continue
                 connection = key.fileobj
+                if isinstance(connection, int):
+                    self._reap(connection)
+                    continue
                 assert isinstance(connection, socket.socket)
                 # Who asks waits for the answer: no second line is in the buffer.
                 with suppress(ConnectionError):
@@ -257,13 +245,34 @@ class _Connections:
             if not self._streams and not self._is_asked():
                 return None
 
+    def await_end(self, pid: int, status: Path) -> None:
+        """Write how a fork ended, once it has.
+
+        In its turn, not in a handler of SIGCHLD: of two forks that ended at one time, the handler for the second
+        interrupted the handler for the first, found no child left, and ended the origin. A world then waited for ever.
+        """
+        fork = os.pidfd_open(pid)
+        self._forks[fork] = (pid, status)
+        self._selector.register(fork, selectors.EVENT_READ)
+
     def close(self) -> None:
         """Close all: a process with a copy would answer in place of the origin, or keep others waiting."""
         self._selector.close()
+        for fork in self._forks:
+            os.close(fork)
         for connection, stream in self._streams.items():
             stream.close()
             connection.close()
         self._listening.close()
+
+    def _reap(self, fork: int) -> None:
+        pid, status = self._forks.pop(fork)
+        self._selector.unregister(fork)
+        os.close(fork)
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        # The folder may be gone, with the test that has asked.
+        with suppress(FileNotFoundError):
+            write_whole(status, str(ended))
 
     def _accept(self) -> None:
         connection, _ = self._listening.accept()

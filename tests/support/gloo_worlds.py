@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from tests.support.forked_processes import Work, start_ranks, write_whole
+from tests.support.forked_processes import KILLED_SECONDS, Work, start_ranks, write_whole
 
 PORT_WAIT_SECONDS = 60.0
 GLOO_TIMEOUT_SECONDS = 60.0
@@ -115,7 +115,7 @@ class Launch:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
         for process in self.processes:
-            process.wait()
+            process.wait(KILLED_SECONDS)
 
     def join(self) -> Results:
         """Wait for every rank, or kill what is left at the deadline; return what there is."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import holdfast
-from tests.support.forked_processes import REPOSITORY, Forked, Work, environment, start_ranks
+from tests.support.forked_processes import KILLED_SECONDS, REPOSITORY, Forked, Work, environment, start_ranks
 
 Told = Literal["one", "all", "launcher"]
 """Who is sent SIGTERM: a rank, every rank, or torchrun, which tells its ranks."""
@@ -83,7 +83,7 @@ def training(
             with suppress(ProcessLookupError):
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait(KILLED_SECONDS)
 
 
 def _agent(module: str, arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
