@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 
 import msgspec
 
+from holdfast.backends.stores.peers.silence import Silence
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.keys import split_key, split_prefix
 from holdfast.base.ports.ranges import check_ranges, runs_of
@@ -27,10 +26,6 @@ from holdfast.settings import MIB
 
 _LAST_WORD_SECONDS = 1.0
 """Wait for the answer of an agent that takes no more of a request: the agent may have said the reason."""
-
-_SILENT_SECONDS, _SILENT_SECONDS_MAX = 2.0, 30.0
-"""After a call without an answer other calls fail at once, twice as long as that call has waited, within these bounds:
-each would wait as long, and a save asks while training waits."""
 
 _KEPT_MAX = 8
 """Most connections that wait for the next call."""
@@ -78,8 +73,7 @@ class Peer(Store):
         self._address, self._credentials, self._timeout_seconds = address, credentials, timeout_seconds
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._kept: list[Link] = []
-        self._silence = -math.inf, ""
-        """Until when calls fail at once, and the error of the one that had no answer."""
+        self._silence = Silence()
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -240,7 +234,7 @@ class Peer(Store):
         method, is_conditional = line.partition(" ")[0], framing.IF_NONE_MATCH in (fields or {})
         may_repeat = method in ("GET", "HEAD") or (method == "PUT" and not is_conditional) or line == _REMOVE
         once = partial(self._ask_once, line, expected, fields or {}, data, room, seconds)
-        with self._silence_noted(is_work=seconds is not None):
+        with self._silence.noted(is_work=seconds is not None):
             for pause in _PAUSES_SECONDS:
                 try:
                     return once()
@@ -253,22 +247,6 @@ class Peer(Store):
                         raise
                     return once()
             return once()
-
-    @contextmanager
-    def _silence_noted(self, *, is_work: bool) -> Iterator[None]:
-        """Fail at once if the node was silent a moment ago. Note a silence now: that of work is no sign of the next."""
-        start = _CLOCK.monotonic_seconds()
-        until, why = self._silence
-        if start < until:
-            raise TemporaryError(why)
-        try:
-            yield
-            self._silence = -math.inf, ""
-        except LinkSilent as silent:
-            end = _CLOCK.monotonic_seconds()
-            seconds = 0.0 if is_work else min(2 * (end - start), _SILENT_SECONDS_MAX)
-            self._silence = end + max(_SILENT_SECONDS, seconds), str(silent)
-            raise
 
     def _ask_once(
         self, line: str, expected: str, fields: dict[str, str], data: bytes, room: Room, seconds: float | None
@@ -355,7 +333,7 @@ class Peer(Store):
         Raises:
             InvalidError: The agent has another one.
         """
-        link = Link.connected(self._address, self.url, self._timeout_seconds)
+        link = Link.connected(self._address, self.url, self._silence.greeting_seconds(self._timeout_seconds))
         try:
             own, ours = new_nonce(), self._credentials.identity
             answer = self._answer_to(link, Head(framing.GREETING, ours | {NONCE: own}))
@@ -372,6 +350,8 @@ class Peer(Store):
             if isinstance(error, _UnansweredError):
                 error.may_take_effect = False  # The agent has seen no request.
             raise
+        self._silence.end()
+        link.end_in(self._timeout_seconds)
         return link
 
     def _stranger(self, what: str, found: str, expected: str) -> InvalidError:
@@ -386,7 +366,7 @@ class Peer(Store):
             self._pid = os.getpid()
         while True:
             with self._lock:
-                if not self._kept:
+                if not self._kept or self._silence:
                     return None
                 link = self._kept.pop()
             if link.is_fresh():

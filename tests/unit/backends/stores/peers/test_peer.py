@@ -268,7 +268,7 @@ def test_an_agent_of_another_version_is_named() -> None:
 def test_a_silent_node_is_not_asked_again_for_twice_as_long_as_it_was_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.backends.stores.peers.peer._SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("holdfast.backends.stores.peers.silence._SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = Peer(listener.getsockname(), CREDENTIALS, 0.2)
         for pause_seconds in (0.0, 0.0, 0.5):
@@ -282,8 +282,39 @@ def test_a_silent_node_is_not_asked_again_for_twice_as_long_as_it_was_waited_for
             listener.accept()
 
 
+def test_a_node_that_was_silent_greets_soon_or_is_waited_for_no_more(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_SECONDS", 0.0), ("_SECONDS_MAX", 0.2), ("_GREETING_SECONDS", 0.1)):
+        monkeypatch.setattr(f"holdfast.backends.stores.peers.silence.{name}", value)
+    store.put("small", b"12345")
+    is_hung = threading.Event()
+    with closing(PeerServer(store, CREDENTIALS, "127.0.0.1")) as server:
+        forward = Flipping(server.address)
+
+        def serve(connection: socket.socket) -> None:
+            if is_hung.is_set():
+                while connection.recv(1 << 16):
+                    pass
+            else:
+                forward(connection)
+
+        with listening(serve) as address, closing(Peer(address, CREDENTIALS, 1.0)) as peer:
+            is_hung.set()
+            waits = []
+            for _ in range(3):
+                begun = time.monotonic()
+                with pytest.raises(UnavailableError, match=r"node n3 \(.*: did not answer in time"):
+                    peer.size("small")
+                waits.append(time.monotonic() - begun)
+                time.sleep(0.3)
+            assert waits[0] > 0.9 and max(waits[1:]) < 0.9, waits
+            is_hung.clear()
+            assert peer.size("small") == 5, "a node that answers again is asked again"
+
+
 def test_an_agent_whose_work_took_too_long_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.backends.stores.peers.peer._SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("holdfast.backends.stores.peers.silence._SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = Peer(listener.getsockname(), CREDENTIALS, 0.2)
         for _ in range(2):
