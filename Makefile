@@ -55,7 +55,7 @@
 #                   continues after Ctrl-C; results in bench/results/tiers-campaign.json
 #   make campaign-memory   what a near tier in memory and its agent must survive: 30 kills of each kind of a training
 #                   under FSDP2, 100 rounds of bytes that others read, orphans, the agent killed at each of its calls,
-#                   the rules of keepers and parity EXAMPLES=1000 times (about an hour). QUICK=1, SEED=n, KILLS=100,
+#                   nodes lost, the rules of keepers and parity EXAMPLES=1000 times (about 80 minutes). QUICK=1, SEED=n, KILLS=100,
 #                   ONLY='two ranks,orphans' and JOBS=2 as above, and the same command continues after Ctrl-C;
 #                   results in bench/results/memory-campaign.json
 #   make test-torch   the core of the suite under another torch: TORCH=2.14.1 (minutes, and a download of some GiB)

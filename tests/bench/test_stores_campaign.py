@@ -99,10 +99,13 @@ def test_the_counts_of_tests_are_sums_of_their_properties(tmp_path: Path) -> Non
     test = tmp_path / "test_counting.py"
     test.write_text(
         "import pytest\n"
+        "from hypothesis import given, strategies\n"
         "@pytest.mark.parametrize('count', [2, 3])\n"
         "def test_counting(count, record_property):\n"
         "    record_property('kills', count)\n"
         "    record_property('blocked_milliseconds_max', count)\n"
+        "@given(strategies.booleans())\n"
+        "def test_with_statistics(drawn): pass\n"
     )
     report = tmp_path / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-W", "error", *reporting(report), str(test)]

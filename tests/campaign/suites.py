@@ -223,8 +223,9 @@ def counted_in(report: Path) -> Counter[str]:
     """Return the sums of all that tests have counted by `record_property`."""
     if not report.exists():  # Of a suite that was ended by a signal.
         return Counter()
-    found = ElementTree.parse(report).getroot().iter("property")
-    return summed({each.attrib["name"]: int(each.attrib["value"])} for each in found)
+    found = (each.attrib for each in ElementTree.parse(report).getroot().iter("property"))
+    # Hypothesis states its statistics as a property of a test, too.
+    return summed({each["name"]: int(each["value"])} for each in found if not each["name"].startswith("hypothesis-"))
 
 
 if __name__ == "__main__":
