@@ -205,8 +205,9 @@ def _serve(listening: socket.socket, place: Path) -> Work | None:
             connections.close()
             return work
         connections.await_end(pid, Path(work.status))
-        stream.write(f"{pid}\n")
-        stream.flush()
+        with suppress(ConnectionError):  # The process that has asked may be gone.
+            stream.write(f"{pid}\n")
+            stream.flush()
     return None
 
 
@@ -237,10 +238,11 @@ class _Connections:
                 # Who asks waits for the answer: no second line is in the buffer.
                 with suppress(ConnectionError):
                     line = self._streams[connection].readline()
-                    if line:
+                    if line.endswith("\n"):
                         return line, self._streams[connection]
                 self._selector.unregister(connection)
-                self._streams.pop(connection).close()
+                with suppress(ConnectionError):  # An answer that was never sent.
+                    self._streams.pop(connection).close()
                 connection.close()
             if not self._streams and not self._is_asked():
                 return None

@@ -83,6 +83,7 @@ def training(
             with suppress(ProcessLookupError):
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
             process.wait(KILLED_SECONDS)
 
 

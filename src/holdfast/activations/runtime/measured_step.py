@@ -86,7 +86,7 @@ class MeasuredModel:
         self._error_bound = error_bound
         self._loss = self._step_seconds = 0.0
         self.steps = 0
-        """Steps so far."""
+        """Steps so far, without those that count a peak again."""
         is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
         self._shows_progress = is_first and sys.stderr.isatty()
         self._gradients: dict[str, torch.Tensor] = {}

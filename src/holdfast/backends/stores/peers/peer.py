@@ -333,7 +333,8 @@ class Peer(Store):
         Raises:
             InvalidError: The agent has another one.
         """
-        link = Link.connected(self._address, self.url, self._silence.greeting_seconds(self._timeout_seconds))
+        seconds, begun_seconds = self._timeout_seconds, _CLOCK.monotonic_seconds()
+        link = Link.connected(self._address, self.url, self._silence.greeting_seconds(seconds))
         try:
             own, ours = new_nonce(), self._credentials.identity
             answer = self._answer_to(link, Head(framing.GREETING, ours | {NONCE: own}))
@@ -350,8 +351,7 @@ class Peer(Store):
             if isinstance(error, _UnansweredError):
                 error.may_take_effect = False  # The agent has seen no request.
             raise
-        self._silence.end()
-        link.end_in(self._timeout_seconds)
+        link.end_in(begun_seconds + seconds - _CLOCK.monotonic_seconds())
         return link
 
     def _stranger(self, what: str, found: str, expected: str) -> InvalidError:

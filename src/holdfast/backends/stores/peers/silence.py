@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.temporary import TemporaryError
@@ -19,23 +20,31 @@ _GREETING_SECONDS, _TIMES_GREETING = 3.0, 10
 _CLOCK = SystemClock()
 
 
+@dataclass(frozen=True, slots=True)
+class _SilentUntil:
+    seconds: float = -math.inf
+    """Until when calls fail at once."""
+
+    why: str = ""
+    """The error of the call that had no answer."""
+
+    must_greet: bool = False
+    """Whether the next call waits for a greeting first."""
+
+
 class Silence:
-    """The silence of one node. Threads that call the node may set another's note: the newest one stands."""
+    """The silence of one node. Any thread may make any call: a note is replaced whole."""
 
     def __init__(self) -> None:
-        self._until_seconds, self._why = -math.inf, ""
+        self._note = _SilentUntil()
 
     def __bool__(self) -> bool:
-        """Return whether the node must greet before it is asked."""
-        return bool(self._why)
+        """Return whether the node must greet soon before it is asked."""
+        return self._note.must_greet
 
     def greeting_seconds(self, seconds: float) -> float:
         """Return how long to wait for the greeting of the node, for a call with such a deadline."""
         return min(seconds, _GREETING_SECONDS) if self else seconds
-
-    def end(self) -> None:
-        """Note that the node has answered."""
-        self._until_seconds, self._why = -math.inf, ""
 
     @contextmanager
     def noted(self, *, is_work: bool) -> Iterator[None]:
@@ -44,15 +53,17 @@ class Silence:
         Raises:
             TemporaryError: The node was silent a moment ago, with the error of that call.
         """
-        start = _CLOCK.monotonic_seconds()
-        if start < self._until_seconds:
-            raise TemporaryError(self._why)
+        begun_seconds, note = _CLOCK.monotonic_seconds(), self._note
+        if begun_seconds < note.seconds:
+            raise TemporaryError(note.why)
         try:
             yield
-            self.end()
         except LinkSilent as silent:
-            end = _CLOCK.monotonic_seconds()
-            times = _TIMES_GREETING if self else 0 if is_work else 2
-            seconds = min(times * (end - start), _SECONDS_MAX)
-            self._until_seconds, self._why = end + max(_SECONDS, seconds), str(silent)
+            end_seconds, others = _CLOCK.monotonic_seconds(), self._note
+            # The note of the beginning: another thread may have noted the same silence since.
+            times = 0 if is_work else _TIMES_GREETING if note.must_greet else 2
+            seconds = max(_SECONDS, min(times * (end_seconds - begun_seconds), _SECONDS_MAX))
+            until_seconds = max(end_seconds + seconds, others.seconds)
+            self._note = _SilentUntil(until_seconds, str(silent), not is_work or others.must_greet)
             raise
+        self._note = _SilentUntil()

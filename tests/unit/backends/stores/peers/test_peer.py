@@ -174,9 +174,14 @@ def test_a_body_of_a_pack_that_changed_is_left_to_the_index(store: LocalStore) -
 
 
 def lying(
-    answers: list[tuple[Head, bytes]], *, number_off: int = 0, role: str = "agent", greeting: Head | None = None
+    answers: list[tuple[Head, bytes]],
+    *,
+    number_off: int = 0,
+    role: str = "agent",
+    greeting: Head | None = None,
+    hangs: bool = False,
 ) -> Callable[[socket.socket], None]:
-    """Return an agent that knows the secret, and answers with these headers and bodies."""
+    """Return an agent that knows the secret, answers with these headers and bodies, and then closes or hangs."""
 
     def serve(connection: socket.socket) -> None:
         session = None
@@ -199,6 +204,8 @@ def lying(
                 )
             connection.sendall(exchange.send(Head(head.line, fields)) + body)
         connection.recv(1)
+        while hangs and connection.recv(1 << 16):
+            pass
 
     return serve
 
@@ -310,19 +317,56 @@ def test_a_node_that_was_silent_greets_soon_or_is_waited_for_no_more(
                 time.sleep(0.3)
             assert waits[0] > 0.9 and max(waits[1:]) < 0.9, waits
             is_hung.clear()
+            monkeypatch.setattr("holdfast.backends.stores.peers.silence._GREETING_SECONDS", 60.0)
             assert peer.size("small") == 5, "a node that answers again is asked again"
 
 
 def test_an_agent_whose_work_took_too_long_is_asked_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.backends.stores.peers.silence._SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        peer = Peer(listener.getsockname(), CREDENTIALS, 0.2)
-        for _ in range(2):
+    connections, hang = [], lying([], hangs=True)
+
+    def serve(connection: socket.socket) -> None:
+        connections.append(connection.fileno())
+        hang(connection)
+
+    with listening(serve) as address, closing(Peer(address, CREDENTIALS, 30.0)) as peer:
+        for _ in range(3):
             with pytest.raises(UnavailableError, match=r"node n3 \(.*: did not answer in time"):
-                peer.protect("step/attempt/", {}, None, 5)
-        listener.setblocking(False)
-        for _ in range(2):
-            listener.accept()[0].close()
+                peer.protect("step/attempt/", {}, None, 0.3)
+    assert len(connections) == 3
+
+
+def test_a_greeting_takes_its_time_from_the_deadline_of_the_call(store: LocalStore) -> None:
+    hang = lying([], hangs=True)
+
+    def serve(connection: socket.socket) -> None:
+        time.sleep(0.8)
+        hang(connection)
+
+    begun = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"node n3 \(.*: did not answer in time"):
+        asked(serve, lambda peer: peer.size("x"), 1.0)
+    assert 0.9 < time.monotonic() - begun < 1.7
+
+
+def test_calls_that_fail_together_note_one_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.backends.stores.peers.silence._SECONDS", 0.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, closing(Peer(listener.getsockname(), CREDENTIALS, 0.4)) as peer:
+
+        def ask() -> None:
+            with pytest.raises(UnavailableError, match="did not answer in time"):
+                peer.size("x")
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        time.sleep(1.0)  # Twice the wait, and less than ten times.
+        begun = time.monotonic()
+        ask()
+        assert time.monotonic() - begun > 0.3, "the node is asked again"
 
 
 def test_a_node_that_closes_a_connection_is_asked_again_at_once() -> None:
