@@ -209,7 +209,7 @@ def test_an_agent_may_protect_for_longer_than_any_other_wait(store: LocalStore) 
 
 def test_a_node_that_answers_is_silent_no_more(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("latest", b"1")
-    monkeypatch.setattr("holdfast.backends.stores.peers.peer._SILENT_SECONDS", 1e9)
+    monkeypatch.setattr("holdfast.backends.stores.peers.silence._SECONDS", 1e9)
     is_begun, is_over = threading.Event(), threading.Event()
 
     def protect(task: Protection) -> int:
