@@ -2,6 +2,7 @@
 
 A node is slow if the bytes that the node owes last three times as long as the fastest other node would need, and 0.3 s
 more. For the next ten seconds, and until the reads that were given up end, packs of the node are read through parity.
+A store that reads one node alone reads one window through parity, and knows the paces of the group from then on.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ _TIMES_AS_LONG, _MORE_SECONDS, _SLOW_SECONDS = 3, 0.3, 10.0
 
 _FIRST_PACE = 16 * MIB
 """Bytes a second that are expected of a node while no other node was read."""
+
+_LOOK_SECONDS = 0.1
+"""Time between two looks whether a node is slow by now: the pace of another node may have become known."""
 
 _MEASURED_BYTES_MIN = 256 * KIB
 """Fewer bytes take the time of a request, whatever the pace."""
@@ -66,6 +70,7 @@ class Paces:
         """
         self.url, self.clock, self._scratch = url, clock, threading.local()
         self._nodes, self._lock = defaultdict[str, _Pace](_Pace), threading.Lock()
+        self._may_compare = True
         self.read_bytes = Counter[str]()
         """Bytes of packs that were read, by place."""
 
@@ -75,13 +80,26 @@ class Paces:
             self.read_bytes[place] += count
         return count
 
-    def begin(self, name: str, count: int) -> float:
-        """Note that bytes are asked of a node; return the seconds after which the node is slow."""
+    def begin(self, name: str, count: int) -> int:
+        """Note that bytes are asked of a node; return the bytes that the node owes now."""
         with self._lock:
             self._nodes[name].owed_bytes += count
+            return self._nodes[name].owed_bytes
+
+    def slow_after(self, name: str, owed_bytes: int) -> float:
+        """Return the seconds after which a node that owes so many bytes is slow, by the paces of the others now."""
+        with self._lock:
             others = [each for other, each in self._nodes.items() if other != name and each.seconds]
             best = max((each.bytes / each.seconds for each in others), default=_FIRST_PACE)
-            return _TIMES_AS_LONG * self._nodes[name].owed_bytes / best + _MORE_SECONDS
+            return _TIMES_AS_LONG * owed_bytes / best + _MORE_SECONDS
+
+    def is_first_alone(self, name: str, count: int) -> bool:
+        """Return, once, whether so many bytes are asked again of the only node that was read: no pace compares."""
+        with self._lock:
+            read = {each for each, pace in self._nodes.items() if pace.seconds or pace.owed_bytes}
+            is_alone = self._may_compare and read == {name} and count >= _MEASURED_BYTES_MIN
+            self._may_compare = self._may_compare and not is_alone and read <= {name}
+            return is_alone
 
     def end(self, name: str, count: int, begun: float, *, came: bool) -> None:
         """Note the end of a read that began at some second of the clock."""
@@ -140,6 +158,25 @@ class Paces:
             self._scratch.memory = memory  # Not after an error: a read that was given up may go on.
 
 
+class MeasuredNode(ForwardingStore):
+    """A node that takes part in a rebuild, as a store that tells the pace of the node."""
+
+    def __init__(self, node: Store, name: str, paces: Paces) -> None:
+        """Wrap a node."""
+        super().__init__(node)
+        self._name, self._paces = name, paces
+
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of one object."""
+        count, begun, came = sum(stop - start for start, stop in ranges), self._paces.clock.monotonic_seconds(), False
+        self._paces.begin(self._name, count)
+        try:
+            self._inner.read_into(key, ranges, buffers, on_range)
+            came = True
+        finally:
+            self._paces.end(self._name, count, begun, came=came)
+
+
 class HedgedNode(ForwardingStore):
     """A node whose packs can be read through parity too, as a store that does not wait long for the node."""
 
@@ -180,18 +217,20 @@ class HedgedNode(ForwardingStore):
             rebuild_runs(partial(self._rebuild, key), ranges, memory)
 
         node, parity = f"node {self._name}", f"parity of node {self._name}"
-        if self._rebuild is not None and paces.is_slow(self._name):
+        if self._rebuild is not None and (paces.is_slow(self._name) or paces.is_first_alone(self._name, count)):
             with suppress(CheckpointError):
                 through_parity(memory)
                 paces.count(parity, count)
                 return memory
-        threads, seconds = WorkerThreads(2, "holdfast-hedge"), paces.begin(self._name, count)
+        threads, owed_bytes, waited = WorkerThreads(2, "holdfast-hedge"), paces.begin(self._name, count), 0.0
         try:
             asked = threads.submit(direct, memory, paces.clock.monotonic_seconds())
             reads = {asked: memory}
-            wait(reads, None if self._rebuild is None else seconds)
+            while not asked.done() and (left := paces.slow_after(self._name, owed_bytes) - waited) > 0:
+                wait(reads, None if self._rebuild is None else min(left, _LOOK_SECONDS))
+                waited += min(left, _LOOK_SECONDS)
             if not asked.done():
-                paces.give_up(self._name, asked, count, seconds)
+                paces.give_up(self._name, asked, count, waited)
                 other = allocate_aligned(WINDOW_BYTES)
                 reads[threads.submit(through_parity, other)] = other
         finally:

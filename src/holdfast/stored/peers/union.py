@@ -31,7 +31,7 @@ from holdfast.errors import (
     UnavailableError,
     first_three,
 )
-from holdfast.stored.peers.hedging import HedgedNode, Paces, rebuild_runs
+from holdfast.stored.peers.hedging import HedgedNode, MeasuredNode, Paces, rebuild_runs
 from holdfast.stored.peers.keeping import put_on_keepers
 from holdfast.stored.peers.parity_files import (
     AttemptPlaces,
@@ -87,6 +87,10 @@ class PeerStore(Store):
         """Attempts whose packs were looked for on other nodes: the packs of a committed attempt never move."""
         self._told: set[str] = set()
         self._paces = Paces(url, clock or SystemClock())
+        # The own folder is as fast as memory, which is no measure for a node.
+        self._sources = {own: self._own} | {
+            name: MeasuredNode(store, name, self._paces) for name, store in nodes.items() if name != own
+        }
         self.read_bytes = self._paces.read_bytes
         self.rebuilt = copy(self)
         self.rebuilt.url, self.rebuilt._is_rebuilt = f"parity of {url}", True
@@ -140,7 +144,7 @@ class PeerStore(Store):
             writer = group.table.nodes[group.number]
 
             def fill(wanted: ByteRanges, memory: memoryview) -> memoryview:
-                rebuild_runs(partial(rebuild_into, self._nodes, found, key), wanted, memory)
+                rebuild_runs(partial(rebuild_into, self._sources, found, key), wanted, memory)
                 if not self._is_rebuilt:
                     self._tell(writer, None)
                 self._paces.count(f"parity of node {writer}", sum(stop - start for start, stop in wanted))
@@ -312,7 +316,7 @@ class PeerStore(Store):
 
     def _at(self, call: Callable[[Store], _Result], key: str, found: AttemptPlaces) -> _Result:
         name, group = found.holders[key], found.group_of(key)
-        rebuild = None if group is None else partial(rebuild_into, self._nodes, found)
+        rebuild = None if group is None else partial(rebuild_into, self._sources, found)
         return call(HedgedNode(self._nodes[name], name, self._paces, rebuild))
 
     def _looks(self, attempt: str) -> Iterator[AttemptPlaces]:

@@ -167,20 +167,57 @@ def test_ranges_of_any_size_come_in_their_order(make: Callable[..., Job], *, is_
 def test_the_limit_follows_the_fastest_other_node_and_what_a_node_owes() -> None:
     clock = HandClock()
     paces = Paces("peers://run", clock)
-    assert paces.begin("a", 16 * MIB) == pytest.approx(3 * 1 + 0.3), "no other node was read"
+
+    def limit(name: str, count: int) -> float:
+        return paces.slow_after(name, paces.begin(name, count))
+
+    assert limit("a", 16 * MIB) == pytest.approx(3 * 1 + 0.3), "no other node was read"
     begun, clock.now = clock.now, clock.now + 0.5
     paces.end("a", 16 * MIB, begun, came=True)
-    assert paces.begin("b", 8 * MIB) == pytest.approx(3 * 0.25 + 0.3), "32 MiB a second"
-    assert paces.begin("b", 8 * MIB) == pytest.approx(3 * 0.5 + 0.3), "both reads take the link of the node"
+    assert limit("b", 8 * MIB) == pytest.approx(3 * 0.25 + 0.3), "32 MiB a second"
+    assert limit("b", 8 * MIB) == pytest.approx(3 * 0.5 + 0.3), "both reads take the link of the node"
     begun, clock.now = clock.now, clock.now + 0.1
     paces.end("b", 8 * MIB, begun, came=True)
     clock.now += 0.1
     paces.end("b", 8 * MIB, begun, came=True)
     pace_of_b = (0.9 * 8 + 8) / (0.9 * 0.1 + 0.1)
-    assert paces.begin("a", 8 * MIB) == pytest.approx(3 * 8 / pace_of_b + 0.3), "seconds of both count once"
-    assert paces.begin("c", 8 * MIB) == pytest.approx(3 * 8 / pace_of_b + 0.3), "b is faster than a"
+    assert limit("a", 8 * MIB) == pytest.approx(3 * 8 / pace_of_b + 0.3), "seconds of both count once"
+    assert limit("c", 8 * MIB) == pytest.approx(3 * 8 / pace_of_b + 0.3), "b is faster than a"
     paces.begin("b", 100)
     paces.end("b", 100, clock.now - 50, came=True)
     paces.begin("b", 8 * MIB)
     paces.end("b", 8 * MIB, clock.now - 50, came=False)
-    assert paces.begin("c", 8 * MIB) == pytest.approx(3 * 16 / pace_of_b + 0.3), "tiny and failed reads say nothing"
+    assert limit("c", 8 * MIB) == pytest.approx(3 * 16 / pace_of_b + 0.3), "tiny and failed reads say nothing"
+
+
+def test_a_store_that_reads_one_node_alone_compares_once_with_the_group() -> None:
+    clock = HandClock()
+    paces = Paces("peers://run", clock)
+    assert not paces.is_first_alone("a", MIB), "the first read: other nodes may follow"
+    owed_bytes = paces.begin("a", 8 * MIB)
+    assert paces.slow_after("a", owed_bytes) == pytest.approx(3 * 0.5 + 0.3)
+    assert not paces.is_first_alone("a", 100), "too few bytes to measure"
+    assert paces.is_first_alone("a", MIB) and not paces.is_first_alone("a", MIB), "once"
+    paces.begin("b", 8 * MIB)
+    begun, clock.now = clock.now, clock.now + 0.1
+    paces.end("b", 8 * MIB, begun, came=True)
+    assert paces.slow_after("a", owed_bytes) == pytest.approx(3 * 0.1 + 0.3), "as fast as the group while a owes"
+
+
+def test_nodes_that_are_read_together_need_no_comparison() -> None:
+    paces = Paces("peers://run", HandClock())
+    paces.begin("a", 8 * MIB)
+    paces.begin("b", 8 * MIB)
+    assert not paces.is_first_alone("a", MIB) and not paces.is_first_alone("b", MIB)
+
+
+def test_the_second_read_of_a_stuck_node_goes_through_parity(make: Callable[..., Job]) -> None:
+    job = make([MIB] * 4)
+    whole, memory = job.packs[job.key], bytearray(MIB)
+    first = threading.Thread(target=job.store.read_into, args=(job.key, [(0, MIB)], [memoryview(memory)]))
+    first.start()
+    while not job.stuck.reads:
+        time.sleep(0.001)
+    assert read(job.store, job.key) == whole and job.stuck.reads == 1
+    first.join()
+    assert bytes(memory) == whole and job.store.read_bytes["parity of node node-2"] == 2 * MIB
