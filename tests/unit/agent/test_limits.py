@@ -210,20 +210,21 @@ def test_a_request_under_way_is_not_cut_for_another_peer(store: LocalStore) -> N
             raw.greet()
             raw.ask("GET /small")
         header = busy.send(b"").proven("GET /small")
+        await_busy(server, 0)  # The agent waits for requests a moment after its answers have come.
         busy.send(header[:9])
-        await_busy(server)
+        await_busy(server, 1)
         honest(server.address[1])
         assert is_ended(idle.socket)
         answer = busy.send(header[9:]).answer()
         assert answer is not None and answer.body == b"small"
 
 
-def await_busy(server: PeerServer) -> None:
+def await_busy(server: PeerServer, count: int) -> None:
     for _ in range(1000):
-        if not all(each.link.is_idle() for each in [*server._conversations]):
+        if sum(not each.link.is_idle() for each in [*server._conversations]) == count:
             return
         time.sleep(0.01)
-    pytest.fail("no request came")
+    pytest.fail(f"never {count} requests under way")
 
 
 def test_a_request_whose_connection_is_cut_is_sent_again_if_that_is_safe(store: LocalStore) -> None:
